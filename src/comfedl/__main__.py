@@ -1,0 +1,5 @@
+"""``python -m comfedl``."""
+
+from comfedl.cli import main
+
+main()

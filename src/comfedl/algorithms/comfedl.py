@@ -1,0 +1,135 @@
+"""ComFedL: compositional federated learning, Algorithm 1 of the paper.
+
+Huang, Li: Compositional federated learning: Applications in distributionally robust averaging and meta learning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from comfedl import checks
+from comfedl.algorithms.base import Algorithm, Round, State, Used, blend, descend
+from comfedl.errors import ConfigError
+from comfedl.outer import Coupled, Identity, Outer, Separable
+from comfedl.problem import Adapt, Adapted, Composition, Learner, LocalLoss, Objective, Own
+from comfedl.step import Batches, Diverged, Draw, Outcome, Step
+from comfedl.tree import Tree
+
+
+@dataclass(frozen=True)
+class ComFedL(Algorithm):
+    """Minimise mean_i g(F_i(w)) where F_i is a client's loss, its loss after adapting, or the reader's own composition.
+
+    Args:
+        inner: None for the local loss, ``Adapt(lr)`` for the loss after adapting to the client (meta-learning).
+        outer: the function of the clients' values: ``Identity()`` (the default), ``KL(gamma)`` or ``Exp(gamma)``.
+        problem: the reader's own ``Composition(inner, outer)``, in place of ``inner``.
+        outer_batch_size: b1, samples a step for the outer function of ``Adapt`` or ``problem``: a number, "same" as
+            batch_size, or "all" of the client's outer data.
+        loss_samples: with ``KL``, how many samples at most the loss of the received model is measured on.
+    """
+
+    inner: Adapt | None = None
+    outer: Outer | None = None
+    problem: Composition | None = None
+    outer_batch_size: int | str = "same"
+    loss_samples: int | None = None
+
+    name: ClassVar[str] = "comfedl"
+    paper: ClassVar[str] = "Huang and Li, Algorithm 1"
+    goal: ClassVar[str] = "min_w (1/n) sum_i g_i(f_i(w)), eq. (1)"
+    sends: ClassVar[str] = "down d, up d (+ 1 loss with a coupled outer such as KL)"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, kind, example in (
+            ("inner", Adapt, "Adapt(lr=0.05)"),
+            ("outer", Outer, "KL(gamma=0.2)"),
+            ("problem", Composition, "Composition(inner, outer)"),
+        ):
+            value = getattr(self, field)
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{field} is {value!r}, but it must be None or like {example}.")
+        if self.inner is not None and self.problem is not None:
+            raise ConfigError("inner and problem are both given; a problem brings its own inner map: give one of them.")
+        if isinstance(self.outer_batch_size, str):
+            checks.one_of("outer_batch_size", self.outer_batch_size, ("same", "all"))
+        else:
+            checks.at_least("outer_batch_size", self.outer_batch_size, 1)
+        if self.loss_samples is not None:
+            checks.at_least("loss_samples", self.loss_samples, 1)
+
+    @property
+    def g(self) -> Outer:
+        """The outer function in use."""
+        return self.outer or Identity()
+
+    def init(self, model: Tree, clients: int) -> State:
+        state: State = {"model": model}
+        if isinstance(self.g, Coupled):
+            # Each client's last known loss; NaN until it has taken part.
+            state["losses"] = torch.full((clients,), torch.nan, dtype=torch.float64)
+        return state
+
+    def round(self, state: State, here: Round) -> tuple[State, Used]:
+        chosen = here.sample()
+        replies = here.ask("train", chosen, {"model": state["model"]})
+        if isinstance(self.g, Coupled):
+            losses = state["losses"].index_put((torch.tensor(chosen),), replies.numbers("loss"))
+            weights = partial_weights(self.g, losses, chosen)
+            state = {**state, "losses": losses}
+        else:
+            weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64)
+        return {**state, "model": blend(state["model"], replies, weights)}, Used(chosen, weights)
+
+    def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return self.g.objective(values)
+
+    def explain(self, error: Diverged) -> str:
+        return self.g.explain(error.loss, error.weight)
+
+    def objective(self, learner: Learner) -> Objective:
+        if self.problem is not None:
+            return Own(self.problem)
+        return LocalLoss(learner) if self.inner is None else Adapted(learner, self.inner)
+
+    def steps(self) -> dict[str, Step]:
+        steps = super().steps()
+        draws = dict(steps["train"].draws)
+        two_level = self.inner is not None or self.problem is not None
+        if two_level:
+            sizes = {"same": self.batch_size, "all": None}
+            size = sizes[self.outer_batch_size] if isinstance(self.outer_batch_size, str) else self.outer_batch_size
+            draws["outer"] = Draw("outer", size, self.local_steps)
+        if isinstance(self.g, Coupled):
+            for split in ("train", "outer") if two_level else ("train",):
+                draws[f"whole {split}"] = Draw(split, self.loss_samples, bounded=True)
+        return {**steps, "train": Step(self.train, draws)}
+
+    def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        objective, inner = self.objective(learner), batches["inner"]
+        slope = self.g.slope if isinstance(self.g, Separable) else torch.ones_like
+        trained = descend(objective, message["model"], inner, batches.get("outer", inner), self.lr, slope)
+        reply: dict[str, Tree] = {"model": trained.model}
+        if isinstance(self.g, Coupled):
+            whole = batches["whole train"]
+            reply["loss"] = objective.value(message["model"], whole[0], batches.get("whole outer", whole)[0])
+        return Outcome(reply, watched=trained.watched)
+
+
+def partial_weights(outer: Coupled, losses: Tensor, chosen: list[int]) -> Tensor:
+    """The weights of the clients that took part, from the last known losses of all.
+
+    Over all k clients whose loss is known, r are the outer's weights. With m of them present, ``(k / m) r_i`` is an
+    unbiased stand-in for the sum over all; where those add up to more than 1 they are scaled to 1, so that a round
+    never goes past the mixture of what its clients found. With everybody present they are r itself.
+    """
+    known = ~losses.isnan()
+    r = torch.zeros_like(losses)
+    r[known] = outer.weights(losses[known])
+    present = r[chosen]
+    return present * min(int(known.sum()) / len(chosen), 1 / max(float(present.sum()), 1e-300))

@@ -1,0 +1,51 @@
+"""Federated averaging.
+
+McMahan, Moore, Ramage, Hampson, Aguera y Arcas: Communication-Efficient Learning of Deep Networks from Decentralized
+Data, AISTATS 2017. Local work is counted in mini-batch steps, as in the ComFedL paper, not in epochs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from comfedl import checks
+from comfedl.algorithms.base import Algorithm, Round, State, Used, blend
+
+WEIGHTINGS = ("samples", "uniform")
+
+
+@dataclass(frozen=True)
+class FedAvg(Algorithm):
+    """Federated averaging.
+
+    Args:
+        weighting: "samples" weighs a participant by its share of the participants' samples, "uniform" all alike.
+    """
+
+    weighting: str = "samples"
+
+    name: ClassVar[str] = "fedavg"
+    paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    goal: ClassVar[str] = "min_w sum_i (n_i / n) f_i(w)"
+    sends: ClassVar[str] = "down d, up d"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("weighting", self.weighting, WEIGHTINGS)
+
+    def round(self, state: State, here: Round) -> tuple[State, Used]:
+        chosen = here.sample()
+        replies = here.ask("train", chosen, {"model": state["model"]})
+        weights = self._weights(torch.from_numpy(here.sizes[chosen]))
+        return {"model": blend(state["model"], replies, weights)}, Used(chosen, weights)
+
+    def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return (self._weights(sizes) * values).sum()
+
+    def _weights(self, sizes: Tensor) -> Tensor:
+        counts = sizes.double() if self.weighting == "samples" else torch.ones(len(sizes), dtype=torch.float64)
+        return counts / counts.sum()

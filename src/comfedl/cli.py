@@ -1,0 +1,135 @@
+"""The command line. Heavy imports wait until a command needs them, so that help answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from comfedl import __version__
+from comfedl.errors import ComfedlError, ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(
+    name="comfedl",
+    help="Federated learning that looks after the worst-off client.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(
+    help="Real data sets: list them, fetch one, or see how a config splits it.", no_args_is_help=True
+)
+app.add_typer(data_app, name="data")
+
+Changes = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=V", help="Change a value of the config.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder already holds.")]
+
+
+def main() -> None:
+    """Run the command line; an error that is meant for a person is one message and exit code 2."""
+    try:
+        app()
+    except ComfedlError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Where to write the runs (default: comfedl-demo).")] = None,
+    force: Force = False,
+) -> None:
+    """Train FedAvg and ComFedL on ten unequal clients and compare the worst-off one; under a minute."""
+    from comfedl.demo import run_demo
+
+    # The default folder is the demo's own and is made anew; one that the reader names is not touched unasked.
+    run_demo(out or Path("comfedl-demo"), force=force or out is None)
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="A TOML file.")],
+    set: Changes = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder (default: runs/NAME-OF-CONFIG).")] = None,
+    force: Force = False,
+) -> None:
+    """Train as a config says and write the run's folder."""
+    from comfedl.config import read_config, run_config
+    from comfedl.folder import check_free
+    from comfedl.tables import show_result
+
+    parsed = read_config(config, set or ())
+    folder = out or Path("runs") / config.stem
+    check_free(folder, force)
+    result = run_config(parsed, out=folder, force=force, progress=True)
+    _print(show_result(result, parsed.algorithm.name))
+    typer.echo(f"Written to {folder}")
+
+
+@app.command("list")
+def list_(what: Annotated[str, typer.Argument(help="algorithms, datasets, partitions or models")]) -> None:
+    """List what a config can name."""
+    from comfedl import tables
+
+    lists = {
+        "algorithms": tables.algorithms,
+        "datasets": tables.datasets,
+        "partitions": tables.partitions,
+        "models": tables.models,
+    }
+    if what not in lists:
+        from comfedl.errors import nearest
+
+        raise ConfigError(f"There is no list of {what!r}; {nearest(what, lists)}.")
+    _print(lists[what]())
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """List the data sets and whether they are in the cache."""
+    from comfedl import tables
+
+    _print(tables.datasets())
+
+
+@data_app.command("fetch")
+def data_fetch(name: str, force: Annotated[bool, typer.Option("--force", help="Fetch it anew.")] = False) -> None:
+    """Fetch a data set into the cache and check it."""
+    from comfedl.data.sources import fetch
+
+    folder = fetch(name, progress=True, force=force)
+    typer.echo(f"{name} is ready" + (f" in {folder}" if folder.exists() else " (it comes with scikit-learn)"))
+
+
+@data_app.command("describe")
+def data_describe(
+    config: Annotated[Path, typer.Argument(help="A TOML file with a [data] table.")], set: Changes = None
+) -> None:
+    """Show what each client holds under a config: samples and labels."""
+    from comfedl import tables
+    from comfedl.config import read_config
+
+    _print(tables.clients(read_config(config, set or ()).make_data(progress=True)))
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    # In a pipe there is no width to keep to: a row stays a line.
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console.print(table)

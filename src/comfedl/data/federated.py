@@ -1,0 +1,245 @@
+"""FederatedData: what each client holds, checked once on the way in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from comfedl.errors import DataError
+
+Batch = tuple[Tensor, Tensor]
+SPLITS = ("train", "validation", "test", "outer")
+
+
+class Split(Mapping[str, Batch]):
+    """One split of all clients: rows of two flat tensors, so that many clients are gathered at once.
+
+    As a mapping it gives each client's ``(x, y)``; clients that hold nothing in this split are left out.
+    """
+
+    def __init__(
+        self, x: Tensor, y: Tensor, names: Sequence[str], offsets: NDArray[np.int64], rows: Tensor | None = None
+    ) -> None:
+        self.x, self.y, self.names, self.offsets, self.rows = x, y, names, offsets, rows
+        self.sizes: NDArray[np.int64] = np.diff(offsets)
+        self._position: dict[str, int] | None = None
+
+    def position(self, client: str) -> int:
+        """The client's place in ``names``."""
+        if self._position is None:
+            self._position = {name: i for i, name in enumerate(self.names)}
+        return self._position[client]
+
+    def __getitem__(self, client: str) -> Batch:
+        i = self.position(client)
+        if not self.sizes[i]:
+            raise KeyError(client)
+        return self.whole(i)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, size in zip(self.names, self.sizes, strict=True) if size)
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.sizes))
+
+    def whole(self, i: int) -> Batch:
+        """All of the i-th client's samples."""
+        start, stop = int(self.offsets[i]), int(self.offsets[i + 1])
+        if self.rows is None:
+            return self.x[start:stop], self.y[start:stop]
+        rows = self.rows[start:stop]
+        return self.x.index_select(0, rows), self.y.index_select(0, rows)
+
+    def take(self, i: int, positions: NDArray[np.int64]) -> Batch:
+        """The i-th client's samples at these positions; the result has their shape in front."""
+        flat = torch.from_numpy((positions + self.offsets[i]).reshape(-1)).to(self.x.device)
+        rows = flat if self.rows is None else self.rows.index_select(0, flat)
+        x, y = self.x.index_select(0, rows), self.y.index_select(0, rows)
+        return x.reshape(*positions.shape, *x.shape[1:]), y.reshape(*positions.shape, *y.shape[1:])
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Split:
+        """The same split with its floating-point numbers in this dtype, on this device."""
+        x, y = (part.to(device, dtype if part.is_floating_point() else None) for part in (self.x, self.y))
+        rows = None if self.rows is None else self.rows.to(device)
+        return Split(x, y, self.names, self.offsets, rows)
+
+
+class FederatedData:
+    """The data of all clients: train, and optionally validation, test and the outer function's own.
+
+    Args:
+        train: client name -> ``(x, y)``, arrays or tensors with the samples first. Where a problem has no y, give x
+            alone.
+        validation, test: the same, for the clients that have them.
+        outer: the second distribution of a two-level problem, for every client; by default the train data serve.
+
+    Clients are kept in the order of their names, so the order in which they are given does not matter.
+    """
+
+    def __init__(
+        self,
+        train: Mapping[str, Any],
+        validation: Mapping[str, Any] | None = None,
+        test: Mapping[str, Any] | None = None,
+        outer: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not train:
+            raise DataError("train holds no client; give at least one, as {name: (x, y)}.")
+        for name in train:
+            if not isinstance(name, str) or not name:
+                raise DataError(f"A client's name is {name!r}, but it must be a text that is not empty.")
+        names = tuple(sorted(train))
+        splits = {"train": train, "validation": validation, "test": test, "outer": outer}
+        self._splits = {
+            split: _flatten(split, names, clients) for split, clients in splits.items() if clients is not None
+        }
+        self._check_shapes()
+
+    @classmethod
+    def from_splits(cls, splits: Mapping[str, Split]) -> FederatedData:
+        """Take splits that are already flat (see ``Split``): nothing is copied."""
+        self = cls.__new__(cls)
+        self._splits = dict(splits)
+        for split, flat in self._splits.items():
+            _check_finite(split, flat)
+        self._check_shapes()
+        return self
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The clients' names, sorted."""
+        return self._splits["train"].names
+
+    @property
+    def train(self) -> Split:
+        """Each client's ``(x, y)`` to train on."""
+        return self._splits["train"]
+
+    @property
+    def validation(self) -> Split | None:
+        """Each client's ``(x, y)`` to choose by."""
+        return self._splits.get("validation")
+
+    @property
+    def test(self) -> Split | None:
+        """Each client's ``(x, y)`` to judge by."""
+        return self._splits.get("test")
+
+    @property
+    def outer(self) -> Split | None:
+        """Each client's ``(x, y)`` of the second distribution."""
+        return self._splits.get("outer")
+
+    def split(self, name: str) -> Split | None:
+        """A split by name; the outer data are the train data where no others were given."""
+        return self._splits.get(name, self._splits["train"] if name == "outer" else None)
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> FederatedData:
+        """The same data with floating-point numbers in this dtype, on this device."""
+        moved = FederatedData.__new__(FederatedData)
+        moved._splits = {name: split.to(dtype, device) for name, split in self._splits.items()}
+        return moved
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name} {int(split.sizes.sum())}" for name, split in self._splits.items())
+        return f"FederatedData({len(self)} clients; samples: {parts})"
+
+    def _check_shapes(self) -> None:
+        train = self.train
+        for name in ("validation", "test"):
+            split = self._splits.get(name)
+            if split is None:
+                continue
+            for part, ours, theirs in (("x", train.x, split.x), ("y", train.y, split.y)):
+                if ours.shape[1:] != theirs.shape[1:]:
+                    raise DataError(
+                        f"{part} has samples of shape {tuple(ours.shape[1:])} in train but "
+                        f"{tuple(theirs.shape[1:])} in {name}; give the same shape in both."
+                    )
+
+
+def _tensor(split: str, client: str, what: str, value: Any) -> Tensor:
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"{what} of client {client!r} in {split} cannot be read as numbers ({error}); "
+            "give an array or a tensor with the samples first."
+        ) from None
+    if tensor.is_complex():
+        raise DataError(f"{what} of client {client!r} in {split} is complex; give real numbers.")
+    if tensor.ndim == 0:
+        raise DataError(f"{what} of client {client!r} in {split} is a single number; give an array, samples first.")
+    return tensor.detach()
+
+
+def _pair(split: str, client: str, value: Any) -> Batch:
+    if isinstance(value, tuple | list) and len(value) == 2:
+        x, y = (_tensor(split, client, what, part) for what, part in zip("xy", value, strict=True))
+    elif isinstance(value, tuple | list):
+        raise DataError(f"Client {client!r} in {split} is a {type(value).__name__} of {len(value)}; give (x, y).")
+    else:
+        x = _tensor(split, client, "x", value)
+        y = x.new_zeros((len(x), 0))
+    if len(x) != len(y):
+        raise DataError(
+            f"Client {client!r} has {len(x)} samples in x but {len(y)} in y in {split}; give one y for each x."
+        )
+    if len(x) == 0:
+        raise DataError(f"Client {client!r} has no samples in {split}; give it some, or leave it out.")
+    if y.ndim == 1 and not y.is_floating_point():
+        y = y.long()
+    return x, y
+
+
+def _flatten(split: str, names: Sequence[str], clients: Mapping[str, Any]) -> Split:
+    strangers = sorted(set(clients) - set(names), key=str)
+    if strangers:
+        raise DataError(f"Client {strangers[0]!r} is in {split} but not in train; give it train data, or leave it out.")
+    missing = [name for name in names if name not in clients]
+    if split == "outer" and missing:
+        raise DataError(f"Client {missing[0]!r} has no outer data; give outer data for every client, or for none.")
+    if not clients:
+        raise DataError(f"{split} holds no client; give some, or leave {split} out.")
+    pairs = {name: _pair(split, name, clients[name]) for name in names if name in clients}
+    first, (x0, y0) = next(iter(pairs.items()))
+    for name, (x, y) in pairs.items():
+        for what, ours, theirs in (("x", x0, x), ("y", y0, y)):
+            if ours.shape[1:] != theirs.shape[1:]:
+                raise DataError(
+                    f"Client {name!r} has {what} samples of shape {tuple(theirs.shape[1:])} in {split} but client "
+                    f"{first!r} has {tuple(ours.shape[1:])}; all clients must share one shape."
+                )
+            if ours.is_floating_point() != theirs.is_floating_point():
+                raise DataError(
+                    f"Client {name!r} has {what} of type {theirs.dtype} in {split} but client {first!r} has "
+                    f"{ours.dtype}; give all clients one type."
+                )
+    sizes = [len(pairs[name][0]) if name in pairs else 0 for name in names]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    x, y = (torch.cat([pair[part] for pair in pairs.values()]) for part in (0, 1))
+    flat = Split(x, y, names, offsets)
+    _check_finite(split, flat)
+    return flat
+
+
+def _check_finite(split: str, flat: Split) -> None:
+    """Refuse NaN and infinity: the flat tensors are looked at once, and only a fault is traced to its client."""
+    for what, values in (("x", flat.x), ("y", flat.y)):
+        if not values.is_floating_point() or bool(torch.isfinite(values).all()):
+            continue
+        for i, name in enumerate(flat.names):
+            bad = int((~torch.isfinite(flat.whole(i)["xy".index(what)])).sum())
+            if bad:
+                raise DataError(
+                    f"Client {name!r} has {bad} value{'s' if bad > 1 else ''} in {what} of {split} that are NaN or "
+                    "infinite; replace or drop those samples."
+                )

@@ -1,0 +1,113 @@
+"""The embedded engine: all clients live in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from comfedl import rng, tree
+from comfedl.data.federated import FederatedData
+from comfedl.problem import Batch, Learner
+from comfedl.step import Draw, Engine, Replies, Step, check_finite
+from comfedl.tree import Tree
+
+
+class Embedded(Engine):
+    """Runs client steps one after another; a client's state is kept here, made when it is first needed."""
+
+    def __init__(
+        self, data: FederatedData, learner: Learner, steps: Mapping[str, Step], seed: int, state: Tree = None
+    ) -> None:
+        """``state`` is what a client starts with; the engine shares it between clients until they change it."""
+        self.names, self.sizes = data.names, data.train.sizes
+        self._data, self._learner, self._steps, self._seed = data, learner, steps, seed
+        self._initial = state
+        self._states: dict[int, Tree] = {}
+
+    def run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
+        with _threads_for(message):
+            return self._run(step, clients, message, round)
+
+    def _run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
+        named = self._steps[step]
+        replies = []
+        for i in clients:
+            # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
+            with torch.random.fork_rng(devices=_devices(message)):
+                torch.manual_seed(rng.key(self._seed, f"{step}/torch", round, self.names[i]) >> 1)
+                state = self._states.get(i, self._initial)
+                outcome = named.run(self._learner, message, state, self._batches(step, named, i, round))
+            check_finite(round, self.names[i], outcome)
+            if outcome.state is not None:
+                self._states[i] = outcome.state
+            replies.append(outcome.reply)
+        return LocalReplies(clients, replies)
+
+    def _batches(self, step: str, named: Step, client: int, round: int) -> dict[str, Sequence[Batch]]:
+        return {name: self._draw(f"{step}/{name}", draw, client, round) for name, draw in named.draws.items()}
+
+    def _draw(self, purpose: str, draw: Draw, client: int, round: int) -> Sequence[Batch]:
+        split = self._data.split(draw.split)
+        if split is None or not split.sizes[client]:
+            return ()
+        have = int(split.sizes[client])
+        if draw.size is None or (draw.bounded and have <= draw.size):
+            return [split.whole(client)] * draw.count
+        keys = [rng.key(self._seed, purpose, round, self.names[client])]
+        x, y = split.take(client, rng.subsets(keys, [have], draw.count, draw.size)[0])
+        return [(x[t], y[t]) for t in range(draw.count)]
+
+
+# Below this many bytes a model's operations are too short to share: a second thread only waits for the first.
+SMALL = 400_000
+
+
+@contextmanager
+def _threads_for(message: Tree) -> Iterator[None]:
+    """One thread for a small model, torch's own choice for a large one."""
+    threads = torch.get_num_threads()
+    if threads == 1 or tree.nbytes(message) > SMALL:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _devices(message: Tree) -> list[torch.device]:
+    """The accelerators that a message lies on: their generators are kept apart as well."""
+    return sorted({leaf.device for leaf in tree.leaves(message) if leaf.device.type == "cuda"}, key=str)
+
+
+class LocalReplies(Replies):
+    """Replies that are all in this process."""
+
+    def __init__(self, clients: Sequence[int], replies: Sequence[dict[str, Tree]]) -> None:
+        self.clients, self._replies = clients, replies
+
+    def numbers(self, name: str) -> Tensor:
+        return torch.tensor([float(reply[name]) for reply in self._replies], dtype=torch.float64)
+
+    def weighted_sum(self, name: str, weights: Tensor) -> Tree:
+        shares = weights.tolist()
+
+        def total(*leaves: Tensor) -> Tensor:
+            if not leaves[0].is_floating_point():
+                return torch.stack(leaves).amax(dim=0)
+            out = torch.zeros_like(leaves[0])
+            for share, leaf in zip(shares, leaves, strict=True):
+                out.add_(leaf, alpha=share)
+            return out
+
+        return tree.map(total, *self.each(name))
+
+    def each(self, name: str) -> Iterator[Tree]:
+        return (reply[name] for reply in self._replies)
+
+    def nbytes(self) -> int:
+        return sum(tree.nbytes(reply) for reply in self._replies)

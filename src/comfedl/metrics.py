@@ -1,0 +1,66 @@
+"""Numbers over clients: their mean, the worst client, the worst tenth and the spread.
+
+Each client counts once, whatever its size: a mean here is the mean of the clients' own numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+# For these the worst client is the one with the largest number.
+LOWER_IS_BETTER = frozenset({"loss"})
+
+Row = dict[str, float | int | str | None]
+
+
+def summarise(metric: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean, worst, the mean of the worst tenth (at least one client), and standard deviation over clients.
+
+    >>> summarise("accuracy", [0.9, 0.5])
+    {'mean': 0.7, 'worst': 0.5, 'worst10': 0.5, 'std': 0.2}
+    """
+    numbers = np.asarray(values, dtype=np.float64)
+    worst_first = np.sort(numbers)[:: -1 if metric in LOWER_IS_BETTER else 1]
+    tenth = worst_first[: math.ceil(len(numbers) / 10)]
+    return {
+        "mean": float(numbers.mean()),
+        "worst": float(worst_first[0]),
+        "worst10": float(tenth.mean()),
+        "std": float(numbers.std()),
+    }
+
+
+def effective_clients(weights: Sequence[float]) -> float:
+    """``(sum r)^2 / sum r^2``: how many equal clients the weights amount to.
+
+    >>> effective_clients([0.25, 0.25, 0.25, 0.25])
+    4.0
+    """
+    r = np.asarray(weights, dtype=np.float64)
+    square = float((r**2).sum())
+    return float(r.sum()) ** 2 / square if square else 0.0
+
+
+def summarise_clients(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The summaries of every metric of every split, as ``"validation.accuracy.worst"`` and the like."""
+    names = list(dict.fromkeys(name for score in scores for name in score))
+    return {
+        f"{name}.{statistic}": number
+        for name in names
+        for statistic, number in summarise(
+            name.rsplit(".", 1)[-1], [score[name] for score in scores if name in score]
+        ).items()
+    }
+
+
+def nested(row: Mapping[str, float | int | str | None]) -> dict[str, dict[str, dict[str, float]]]:
+    """``{"train.loss.mean": 1.0}`` as ``{"train": {"loss": {"mean": 1.0}}}``; other keys are left out."""
+    out: dict[str, dict[str, dict[str, float]]] = {}
+    for name, value in row.items():
+        parts = name.split(".")
+        if len(parts) == 3 and isinstance(value, int | float):
+            out.setdefault(parts[0], {}).setdefault(parts[1], {})[parts[2]] = float(value)
+    return out

@@ -1,0 +1,275 @@
+"""The composition ``outer(inner(w))`` that every method here minimises, and its stochastic gradient.
+
+A client's objective is ``F_i(w) = E_zeta[g_i(E_xi[f_i(w; xi)]; zeta)]``, eq. (1) of the paper. Its stochastic
+gradient is a vector-Jacobian product: the value and the pullback of the inner map on batch B, the gradient of the
+outer function on batch B~, pulled back. ``gradient`` computes it and everything else calls that; the Jacobian is
+never formed.
+
+Buffers (the running statistics of BatchNorm) travel beside the parameters. A local step updates them once, in the
+forward pass of the inner map; the server averages them with the weights that the parameters get, and counters
+by their maximum.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp
+
+from comfedl import checks, tree
+from comfedl.tree import Tree
+
+Params = dict[str, Tensor]
+Batch = tuple[Tensor, Tensor]
+LossFunction = Callable[[Any, Tensor], Tensor]
+Pullback = Callable[[Tree], Params]
+
+# How many samples one forward pass takes when all of a client's data is evaluated. It is fixed, and the order is the
+# data's own, because a model with batch statistics gives an answer that depends on both.
+CHUNK = 500
+
+
+class Model(TypedDict):
+    """What travels: the parameters that are trained and the buffers that are not."""
+
+    params: Params
+    buffers: Params
+
+
+class Learner:
+    """A model's functions, without its state: parameters and buffers are always handed in.
+
+    ``module`` is None where the reader's own problem trains a plain dict of tensors. ``metrics`` are means over a
+    batch, like the loss: ``metric(output, y)``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        loss: LossFunction | None = None,
+        metrics: Mapping[str, LossFunction] | None = None,
+    ) -> None:
+        self.module = copy.deepcopy(module)
+        self.loss_function = loss
+        self.metrics = metrics or {}
+
+    def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
+        """The model's output on ``x``, and its buffers afterwards (unchanged where ``train`` is false)."""
+        assert self.module is not None
+        self.module.train(train)
+        # The module writes to its buffers in place: it gets copies, so that this function stays pure.
+        after = {name: buffer.clone() for name, buffer in buffers.items()} if train else buffers
+        return functional_call(self.module, (params, after), (x,)), after
+
+    def loss(self, params: Params, buffers: Params, batch: Batch, train: bool = True) -> tuple[Tensor, Params]:
+        """The mean loss on a batch, and the buffers afterwards."""
+        assert self.loss_function is not None
+        output, after = self.output(params, buffers, batch[0], train)
+        return self.loss_function(output, batch[1]), after
+
+    def scores(self, model: Model, data: Batch) -> dict[str, Tensor]:
+        """The loss and the metrics of a model on whole data."""
+        assert self.loss_function is not None
+        functions = {"loss": self.loss_function, **self.metrics}
+
+        def of(part: Batch) -> dict[str, Tensor]:
+            output, _ = self.output(model["params"], model["buffers"], part[0], train=False)
+            return {name: function(output, part[1]) for name, function in functions.items()}
+
+        scores: dict[str, Tensor] = mean_over(data, of)
+        return scores
+
+
+class Objective(Protocol):
+    """A client's objective as ``gradient`` needs it. ``Composition`` is the public way to write one's own."""
+
+    def inner(self, model: Model, batch: Batch) -> tuple[Tree, Pullback, Params]:
+        """The inner value on a batch, its pullback, and the buffers afterwards."""
+
+    def outer(self, y: Tree, buffers: Params, batch: Batch) -> Tensor:
+        """The outer function of the inner value on a batch."""
+
+    def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
+        """The objective on whole data, without noise: what the server's weights are computed from."""
+
+
+class Gradient(NamedTuple):
+    """A stochastic gradient of a client's objective and what was seen on the way."""
+
+    direction: Params
+    value: Tensor
+    weight: Tensor
+    buffers: Params
+
+
+def gradient(
+    objective: Objective,
+    model: Model,
+    batch: Batch,
+    outer_batch: Batch,
+    slope: Callable[[Tensor], Tensor] = torch.ones_like,
+) -> Gradient:
+    """The stochastic gradient ``u = J_f(w; B)^T grad g(f(w; B); B~)``, lines 8 to 12 of Algorithm 1.
+
+    ``slope`` is the slope of a further scalar function of the value (``Exp`` on top of a loss): by the chain rule it
+    scales the gradient.
+    """
+    y, pullback, buffers = objective.inner(model, batch)
+    value, outer_pullback, _ = pull(lambda y: (objective.outer(y, buffers, outer_batch), ()), y)
+    weight = slope(value)
+    return Gradient(pullback(outer_pullback(weight)), value, weight, buffers)
+
+
+def pull(function: Callable[[Tree], tuple[Tree, Any]], at: Tree) -> tuple[Any, Callable[[Tree], Any], Any]:
+    """The value of a function, its pullback there, and what else it gave: ``torch.func.vjp`` with its types said."""
+    value, pullback, aside = vjp(function, at, has_aux=True)  # type: ignore[misc]
+    return value, lambda cotangent: pullback(cotangent)[0], aside
+
+
+@dataclass(frozen=True)
+class LocalLoss:
+    """Inner: the local loss. Outer: nothing. The objective of plain training."""
+
+    learner: Learner
+
+    def inner(self, model: Model, batch: Batch) -> tuple[Tensor, Pullback, Params]:
+        return pull(lambda params: self.learner.loss(params, model["buffers"], batch), model["params"])
+
+    def outer(self, y: Tensor, buffers: Params, batch: Batch) -> Tensor:
+        return y
+
+    def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
+        loss: Tensor = mean_over(data, lambda part: self.learner.loss(**model, batch=part, train=False)[0])
+        return loss
+
+
+@dataclass(frozen=True)
+class Composition:
+    """The reader's own two-level problem, min over w of mean_i g(E f(w; xi); zeta).
+
+    Args:
+        inner: ``inner(params, batch) -> y``; y is a scalar, a vector or a tree of tensors, a mean over the batch.
+        outer: ``outer(y, batch) -> scalar``; its batch comes from ``FederatedData(outer=...)``, or from the train
+            data where there is none.
+
+    A batch is the pair ``(x, y)``. The most risk-averse mean-variance portfolio, for example, has the inner value
+    (mean return, mean squared return) and the outer ``-mean + risk * (square - mean ** 2)``.
+    """
+
+    inner: Callable[[Params, Batch], Tree]
+    outer: Callable[[Tree, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Own:
+    """The objective of a reader's ``Composition``."""
+
+    composition: Composition
+
+    def inner(self, model: Model, batch: Batch) -> tuple[Tree, Pullback, Params]:
+        return pull(lambda params: (self.composition.inner(params, batch), model["buffers"]), model["params"])
+
+    def outer(self, y: Tree, buffers: Params, batch: Batch) -> Tensor:
+        return self.composition.outer(y, batch)
+
+    def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
+        # Both maps are the reader's: they get their data whole, since only they know whether they are means.
+        with torch.no_grad():
+            return self.composition.outer(self.composition.inner(model["params"], data), outer_data)
+
+
+ORDERS = ("exact", "first", "hessian-free")
+
+
+@dataclass(frozen=True)
+class Adapt:
+    """The inner map of meta-learning, eq. (7): ``steps`` gradient steps of size ``lr`` on the client's own data.
+
+    ``order`` says how it is differentiated: "exact" through the steps (second order), "first" as if the step did not
+    depend on w, "hessian-free" with the Hessian-vector product as a central difference of gradients, ``delta`` apart.
+    """
+
+    lr: float
+    steps: int = 1
+    order: str = "exact"
+    delta: float = 1e-3
+
+    def __post_init__(self) -> None:
+        checks.not_below("Adapt's lr", self.lr, 0)
+        checks.at_least("Adapt's steps", self.steps, 1)
+        checks.one_of("Adapt's order", self.order, ORDERS)
+        checks.positive("Adapt's delta", self.delta)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Inner: the adapted parameters ``w - lr * grad f(w; B)``. Outer: the loss there on another batch."""
+
+    learner: Learner
+    adapt: Adapt
+
+    def inner(self, model: Model, batch: Batch) -> tuple[Params, Pullback, Params]:
+        params, buffers, rate = model["params"], model["buffers"], self.adapt.lr
+        loss = LocalLoss(self.learner)
+
+        def slope(params: Params) -> tuple[Params, Params]:
+            found = gradient(loss, Model(params=params, buffers=buffers), batch, batch)
+            return found.direction, found.buffers
+
+        path, after = [params], buffers
+        pullbacks: list[Pullback] = []
+        for step in range(self.adapt.steps):
+            if self.adapt.order == "exact":
+                direction, hessian_vector, seen = pull(slope, path[-1])
+                pullbacks.append(hessian_vector)
+            else:
+                direction, seen = slope(path[-1])
+                if self.adapt.order == "hessian-free":
+                    pullbacks.append(partial(self._difference, slope, path[-1]))
+            after = seen if step == 0 else after  # the buffers move once a step, in the pass at w
+            path.append(tree.step(path[-1], rate, direction))
+
+        def pullback_all(v: Params) -> Params:
+            for hessian_vector in reversed(pullbacks):
+                v = tree.step(v, rate, hessian_vector(v))
+            return v
+
+        return path[-1], pullback_all, after
+
+    def _difference(self, slope: Callable[[Params], tuple[Params, Params]], at: Params, v: Params) -> Params:
+        """The Hessian-vector product at ``at`` by a central difference."""
+        delta = self.adapt.delta
+        ahead, _ = slope(tree.step(at, -delta, v))
+        behind, _ = slope(tree.step(at, delta, v))
+        product: Params = tree.map(lambda a, b: (a - b) / (2 * delta), ahead, behind)
+        return product
+
+    def outer(self, y: Params, buffers: Params, batch: Batch) -> Tensor:
+        return self.learner.loss(y, buffers, batch)[0]
+
+    def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
+        adapted = Model(params=self.inner(model, data)[0], buffers=model["buffers"])
+        return LocalLoss(self.learner).value(adapted, outer_data, outer_data)
+
+
+def chunks(data: Batch) -> Iterator[Batch]:
+    """Cut whole data into parts of ``CHUNK`` samples, in order."""
+    for start in range(0, len(data[0]), CHUNK):
+        yield data[0][start : start + CHUNK], data[1][start : start + CHUNK]
+
+
+def mean_over(data: Batch, of: Callable[[Batch], Tree]) -> Tree:
+    """The mean over all samples of means over a batch, taken chunk by chunk without a graph."""
+    with torch.no_grad():
+        parts = [(len(part[0]) / len(data[0]), of(part)) for part in chunks(data)]
+        shares = [share for share, _ in parts]
+        return tree.map(
+            lambda *means: torch.stack([share * mean for share, mean in zip(shares, means, strict=True)]).sum(dim=0),
+            *(means for _, means in parts),
+        )

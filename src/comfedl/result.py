@@ -1,0 +1,53 @@
+"""What a run gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from comfedl import metrics
+from comfedl.errors import ConfigError
+from comfedl.metrics import Row
+from comfedl.problem import Params
+
+
+@dataclass
+class Result:
+    """What a run gives.
+
+    Attributes:
+        params: the global model's parameters; dtype and device are the model's own.
+        buffers: its buffers (BatchNorm's running statistics), empty for most models.
+        rounds: one row per evaluated round: "round", "train.loss.mean", "validation.accuracy.worst", "objective",
+            "effective_clients", "up_bytes", "down_bytes" and so on.
+        clients: one row per evaluated round and client: "round", "client", "train.loss", "weight" and so on.
+        traffic: bytes sent in training, up from the clients and down to them.
+        seconds: how long the run took.
+    """
+
+    params: Params
+    buffers: Params
+    rounds: list[Row]
+    clients: list[Row]
+    traffic: dict[str, int]
+    seconds: float
+    names: Sequence[str] = field(repr=False)
+
+    def personal(self, client: str) -> Params:
+        """The parameters that this client would use."""
+        if client not in self.names:
+            raise ConfigError(f"{client!r} is not a client of this run; its clients are {', '.join(self.names)}.")
+        return self.params
+
+    def summary(self) -> dict[str, Any]:
+        """The last evaluated round's numbers, nested, with traffic and time."""
+        last = self.rounds[-1]
+        return {
+            "rounds": last["round"],
+            **metrics.nested(last),
+            "objective": last["objective"],
+            "effective_clients": last["effective_clients"],
+            "traffic": self.traffic,
+            "seconds": round(self.seconds, 3),
+        }

@@ -1,0 +1,263 @@
+"""fit(): the loop of rounds, with evaluation. Records and progress hang on it as callbacks; it knows no algorithm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from comfedl import checks, metrics
+from comfedl.algorithms.base import Algorithm, Round, State, Traffic, Used
+from comfedl.callbacks import Callback
+from comfedl.data.federated import FederatedData
+from comfedl.engines import make_engine
+from comfedl.errors import ConfigError, DataError
+from comfedl.folder import RunFolder
+from comfedl.metrics import Row
+from comfedl.problem import Learner, LossFunction, Model
+from comfedl.progress import Progress
+from comfedl.result import Result
+from comfedl.settings import describe
+from comfedl.step import Diverged, Engine
+
+
+def fit(
+    model: nn.Module | Mapping[str, Tensor],
+    fed: FederatedData,
+    algorithm: Algorithm,
+    rounds: int = 200,
+    seed: int = 0,
+    loss: str | LossFunction = "cross_entropy",
+    clients_per_round: int | None = None,
+    eval_every: int = 1,
+    engine: str = "embedded",
+    out: str | Path | None = None,
+    progress: bool = False,
+    force: bool = False,
+    callbacks: Sequence[Callback] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Result:
+    """Train a model over the clients' data.
+
+    Args:
+        model: an nn.Module, which is not changed, or for a ``Composition`` a dict of tensors.
+        fed: the clients' data.
+        algorithm: the method, with its hyper-parameters.
+        rounds: how many rounds of communication.
+        seed: the same seed gives the same run, to the bit.
+        loss: "cross_entropy", or a function (output, y) -> mean loss of the batch.
+        clients_per_round: how many clients take part in a round, drawn uniformly; None is all of them.
+        eval_every: evaluate all clients after every so many rounds, and after the last.
+        engine: where the clients live.
+        out: a folder to write the run to.
+        progress: show a progress bar.
+        force: replace a run that ``out`` already holds.
+        callbacks: what else hangs on the loop.
+        settings: what to record in the run folder as its config; by default these arguments.
+
+    Raises:
+        ConfigError: a setting that cannot be used.
+        DataError: data that cannot be used with this model.
+        Diverged: training left the finite numbers.
+    """
+    started = time.perf_counter()
+    _check(algorithm, fed, rounds, seed, clients_per_round, eval_every)
+    learner, initial = _learner(model, loss, algorithm)
+    first = next(iter(initial["params"].values()))
+    data = fed.to(first.dtype, first.device)
+    _check_fit(learner, initial, data)
+    clients = make_engine(engine, data, learner, algorithm.steps(), seed)
+
+    watchers = list(callbacks)
+    if progress:
+        watchers.append(Progress(rounds))
+    if out is not None:
+        shown = settings or {
+            "rounds": rounds,
+            "seed": seed,
+            "clients_per_round": clients_per_round,
+            "eval_every": eval_every,
+            "engine": engine,
+            "algorithm": describe(algorithm),
+        }
+        watchers.insert(0, RunFolder(Path(out), shown, force))
+
+    run = _Run(algorithm, clients, seed, clients_per_round or len(data), watchers)
+    try:
+        for watcher in watchers:
+            watcher.started()
+        state = algorithm.init(initial, len(data))
+        for number in range(1, rounds + 1):
+            state, used = run.round(number, state)
+            if number % eval_every == 0 or number == rounds:
+                run.evaluate(number, state, used)
+            for watcher in watchers:
+                watcher.round_done(number)
+        final: Model = state["model"]
+        result = Result(
+            params=final["params"],
+            buffers=final["buffers"],
+            rounds=run.rows,
+            clients=run.client_rows,
+            traffic={"up_bytes": run.traffic.up_bytes, "down_bytes": run.traffic.down_bytes},
+            seconds=time.perf_counter() - started,
+            names=clients.names,
+        )
+        for watcher in watchers:
+            watcher.finished(result)
+    except BaseException as error:
+        for watcher in watchers:
+            watcher.failed(error)
+        raise
+    return result
+
+
+class _Run:
+    """The loop's own state: what has been recorded and sent so far."""
+
+    def __init__(
+        self, algorithm: Algorithm, engine: Engine, seed: int, participants: int, watchers: Sequence[Callback]
+    ) -> None:
+        self.algorithm, self.engine, self.seed, self.participants = algorithm, engine, seed, participants
+        self.watchers = watchers
+        self.rows: list[Row] = []
+        self.client_rows: list[Row] = []
+        self.traffic = Traffic()
+
+    def round(self, number: int, state: State) -> tuple[State, Used]:
+        here = Round(number, self.seed, self.participants, self.engine, self.traffic)
+        try:
+            return self.algorithm.round(state, here)
+        except Diverged as error:
+            error.advice = self.algorithm.explain(error)
+            raise
+
+    def evaluate(self, number: int, state: State, used: Used) -> None:
+        everybody = range(len(self.engine.names))
+        replies = self.engine.run("evaluate", everybody, {"model": state["model"]}, number)
+        scores = [{name: float(score) for name, score in reply.items()} for reply in replies.each("scores")]
+        sizes = torch.from_numpy(self.engine.sizes)
+        weights = dict(zip(used.clients, used.weights.tolist(), strict=True))
+        row: Row = {
+            "round": number,
+            **metrics.summarise_clients(scores),
+            "objective": float(self.algorithm.combined(replies.numbers("value"), sizes)),
+            "effective_clients": metrics.effective_clients(list(weights.values())),
+            "participants": len(weights),
+            "up_bytes": self.traffic.up_bytes,
+            "down_bytes": self.traffic.down_bytes,
+        }
+        client_rows: list[Row] = [
+            {"round": number, "client": name, **score, "weight": weights.get(i, 0.0)}
+            for i, (name, score) in enumerate(zip(self.engine.names, scores, strict=True))
+        ]
+        self.rows.append(row)
+        self.client_rows.extend(client_rows)
+        for watcher in self.watchers:
+            watcher.evaluated(row, client_rows)
+
+
+def _check(
+    algorithm: Algorithm, fed: FederatedData, rounds: int, seed: int, clients_per_round: int | None, eval_every: int
+) -> None:
+    if not isinstance(fed, FederatedData):
+        raise ConfigError(f"fed is a {type(fed).__name__}, but it must be a FederatedData(train={{name: (x, y)}}).")
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(f"algorithm is {algorithm!r}, but it must be a method such as ComFedL(outer=KL(0.2)).")
+    checks.at_least("rounds", rounds, 1)
+    checks.at_least("seed", seed, 0)
+    checks.at_least("eval_every", eval_every, 1)
+    if clients_per_round is not None:
+        checks.at_least("clients_per_round", clients_per_round, 1)
+        if clients_per_round > len(fed):
+            raise ConfigError(
+                f"clients_per_round is {clients_per_round}, but there are only {len(fed)} clients; "
+                f"give a number from 1 to {len(fed)}, or leave it out for all of them."
+            )
+
+
+def accuracy(output: Tensor, y: Tensor) -> Tensor:
+    """The share of samples whose largest output is their label."""
+    return (output.argmax(dim=1) == y).to(output.dtype).mean()
+
+
+LOSSES: dict[str, tuple[LossFunction, dict[str, LossFunction]]] = {
+    "cross_entropy": (functional.cross_entropy, {"accuracy": accuracy}),
+}
+
+
+def _learner(
+    model: nn.Module | Mapping[str, Tensor], loss: str | LossFunction, algorithm: Algorithm
+) -> tuple[Learner, Model]:
+    """The model's functions and its initial state, which is copied so that the reader's own stays as it was."""
+    if isinstance(loss, str):
+        checks.one_of("loss", loss, LOSSES)
+        function, scores = LOSSES[loss]
+    elif callable(loss):
+        function, scores = loss, {}
+    else:
+        raise ConfigError(f"loss is {loss!r}, but it must be one of {', '.join(LOSSES)}, or a function (output, y).")
+    if isinstance(model, nn.Module):
+        initial = Model(
+            params={name: part.detach().clone() for name, part in model.named_parameters()},
+            buffers={name: part.detach().clone() for name, part in model.named_buffers()},
+        )
+        learner = Learner(model, function, scores)
+    elif isinstance(model, Mapping):
+        for name, part in model.items():
+            if not isinstance(part, Tensor) or not part.is_floating_point():
+                raise ConfigError(f"The model's {name!r} is {part!r}, but it must be a tensor of real numbers.")
+        if getattr(algorithm, "problem", None) is None:
+            raise ConfigError(
+                "The model is a dict of tensors, which says nothing of how to apply it; "
+                "use ComFedL(problem=Composition(inner, outer)), or give an nn.Module."
+            )
+        initial = Model(params={name: part.detach().clone() for name, part in model.items()}, buffers={})
+        learner = Learner()
+    else:
+        raise ConfigError(f"model is a {type(model).__name__}, but it must be an nn.Module or a dict of tensors.")
+    if not initial["params"]:
+        raise ConfigError("The model has no parameters, so there is nothing to train; give a model that has some.")
+    return learner, initial
+
+
+def _check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
+    """See that the model takes the data: its shapes, and for classification the labels' range."""
+    if learner.module is None:
+        return
+    x, y = data.train.x[:2], data.train.y[:2]
+    try:
+        with torch.no_grad():
+            output, _ = learner.output(model["params"], model["buffers"], x, train=False)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise DataError(
+            f"The model cannot be applied to samples of shape {tuple(x.shape[1:])} and type {x.dtype}: {error}"
+        ) from error
+    if learner.loss_function is not functional.cross_entropy:
+        return
+    if not isinstance(output, Tensor) or output.ndim != 2:
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise DataError(f"cross_entropy needs a model that gives [samples, classes], but this one gives {shape}.")
+    if y.is_floating_point() or y.ndim != 1:
+        raise DataError(
+            f"cross_entropy needs one whole-number label for each sample, but y has the type {y.dtype} and samples of "
+            f"shape {tuple(y.shape[1:])}; convert y, or give another loss."
+        )
+    classes = output.shape[1]
+    for name in ("train", "validation", "test"):
+        split = data.split(name)
+        if split is None or (int(split.y.min()) >= 0 and int(split.y.max()) < classes):
+            continue
+        for i, client in enumerate(split.names):
+            labels = split.whole(i)[1]
+            wrong = labels[(labels < 0) | (labels >= classes)]
+            if len(wrong):
+                raise DataError(
+                    f"Client {client!r} has the label {int(wrong[0])} in {name}, but the model has {classes} outputs, "
+                    f"so labels must be from 0 to {classes - 1}; fix the labels or give the model more outputs."
+                )

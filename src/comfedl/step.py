@@ -1,0 +1,124 @@
+"""The contract between an algorithm and an engine: named client steps, and the replies they send.
+
+A client step is a pure function (learner, message, client state, batches) -> (reply, client state), the same on every
+engine. It declares the data it draws, so that an engine may prepare the batches of many clients at once. Only the
+message and the reply travel, so the traffic of a method is counted from them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from comfedl import tree
+from comfedl.errors import ComfedlError
+from comfedl.problem import Batch, Learner
+from comfedl.tree import Tree
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Data that a step wants: ``count`` batches of ``size`` samples of a split; None is all the client has.
+
+    A client with fewer samples than ``size`` draws with replacement, or with ``bounded`` gives all it has once.
+    """
+
+    split: str = "train"
+    size: int | None = None
+    count: int = 1
+    bounded: bool = False
+
+
+# The batches of each draw by its name; a split that a client lacks gives an empty sequence.
+Batches = Mapping[str, Sequence[Batch]]
+
+
+class Outcome(NamedTuple):
+    """What a client step gives: the reply travels, the state and what was watched stay with the client.
+
+    ``watched`` holds numbers per local step (``loss`` and ``weight``) that must be finite.
+    """
+
+    reply: dict[str, Tree]
+    state: Tree = None
+    watched: Mapping[str, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A client step and the data it draws."""
+
+    run: Callable[[Learner, dict[str, Tree], Tree, Batches], Outcome]
+    draws: Mapping[str, Draw] = field(default_factory=dict)
+
+
+class Diverged(ComfedlError, ArithmeticError):
+    """Training left the finite numbers: says round, client, local step, loss and weight."""
+
+    def __init__(self, round: int, client: str, step: int | None, loss: float, weight: float) -> None:
+        self.round, self.client, self.step, self.loss, self.weight = round, client, step, loss, weight
+        self.advice = ""
+        super().__init__()
+
+    def __str__(self) -> str:
+        where = f"Round {self.round}, client {self.client!r}"
+        if self.step is None:
+            return f"{where}: its reply is not finite. {self.advice}".rstrip()
+        return (
+            f"{where}, local step {self.step}: training is no longer finite (loss {self.loss:.6g}, "
+            f"weight {self.weight:.6g}). {self.advice}"
+        ).rstrip()
+
+
+def check_finite(round: int, client: str, outcome: Outcome) -> None:
+    """Raise ``Diverged`` where a client's step has left the finite numbers."""
+    if tree.finite(dict(outcome.watched)) and tree.finite(outcome.reply):
+        return
+    watched = {name: values.reshape(-1) for name, values in outcome.watched.items()}
+    bad = [torch.nonzero(~torch.isfinite(values)) for values in watched.values()]
+    places = [int(place[0]) for place in bad if len(place)]
+    step = min(places) if places else None
+    at = {name: float(values[step]) for name, values in watched.items()} if step is not None else {}
+    raise Diverged(
+        round, client, None if step is None else step + 1, at.get("loss", float("nan")), at.get("weight", 1.0)
+    )
+
+
+class Replies(ABC):
+    """The replies of the clients that were asked, in the order of ``clients`` (positions in the client list)."""
+
+    clients: Sequence[int]
+
+    @abstractmethod
+    def numbers(self, name: str) -> Tensor:
+        """One number a client, as a float64 vector."""
+
+    @abstractmethod
+    def weighted_sum(self, name: str, weights: Tensor) -> Tree:
+        """The sum over clients of ``weights[i]`` times that part of the reply; integers take their maximum."""
+
+    @abstractmethod
+    def each(self, name: str) -> Iterator[Tree]:
+        """That part of every reply, one by one."""
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """How many bytes the replies hold in all."""
+
+
+class Engine(ABC):
+    """Where the clients are: runs a named step on a set of them and returns their replies."""
+
+    names: Sequence[str]
+    sizes: NDArray[np.int64]
+
+    @abstractmethod
+    def run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
+        """Ask these clients (positions in ``names``) to do a step with this message."""

@@ -1,0 +1,104 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from rich.table import Table
+
+from comfedl.algorithms import ALGORITHMS
+from comfedl.data.federated import FederatedData
+from comfedl.data.partition import PARTITIONS
+from comfedl.data.sources import SOURCES, is_cached
+from comfedl.models import MODELS
+from comfedl.result import Result
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _first_line(of: object) -> str:
+    return (of.__doc__ or "").strip().splitlines()[0]
+
+
+def algorithms() -> Table:
+    """The methods, each with its paper, its objective and what it sends."""
+    table = _table("Algorithms", "name", "paper", "objective", "sends in a round, per participant")
+    for name, method in ALGORITHMS.items():
+        table.add_row(name, method.paper, method.goal, method.sends)
+    return table
+
+
+def datasets() -> Table:
+    """The data sets."""
+    table = _table("Data sets", "name", "what", "samples", "shape", "classes", "in the cache")
+    for name, source in SOURCES.items():
+        samples = f"{source.samples}" + (f" + {source.test_samples}" if source.test_samples else "")
+        here = "not needed" if not source.files else "yes" if is_cached(name) else f"no: {source.download}"
+        shape = "x".join(str(size) for size in source.shape)
+        table.add_row(name, source.summary, samples, shape, str(source.classes), here)
+    return table
+
+
+def _described(title: str, things: Mapping[str, Callable[..., object]]) -> Table:
+    table = _table(title, "name", "what", "arguments")
+    for name, thing in things.items():
+        import inspect
+
+        arguments = [str(p) for p in inspect.signature(thing).parameters.values() if p.name not in ("shape",)]
+        table.add_row(name, _first_line(thing), ", ".join(arguments).replace("'", ""))
+    return table
+
+
+def partitions() -> Table:
+    """The partitions."""
+    return _described("Partitions", PARTITIONS)
+
+
+def models() -> Table:
+    """The models."""
+    return _described("Models", MODELS)
+
+
+def clients(fed: FederatedData) -> Table:
+    """What each client holds."""
+    table = _table(repr(fed), "client", "train", "validation", "test", "labels in train (label:count)")
+    for i, name in enumerate(fed.names):
+        sizes = ["-" if split is None else str(split.sizes[i]) for split in (fed.train, fed.validation, fed.test)]
+        labels, counts = np.unique(fed.train.whole(i)[1].numpy(), return_counts=True)
+        table.add_row(name, *sizes, "  ".join(f"{label}:{n}" for label, n in zip(labels, counts, strict=True)))
+    return table
+
+
+def show_result(result: Result, title: str) -> Table:
+    """The last evaluated round of one run: every metric over the clients."""
+    summary = result.summary()
+    table = _table(f"{title}, after {summary['rounds']} rounds", "", "mean", "worst client", "worst 10 %", "std")
+    for split in ("train", "validation", "test"):
+        for metric, numbers in summary.get(split, {}).items():
+            table.add_row(
+                f"{split} {metric}", *(f"{numbers[name]:.4f}" for name in ("mean", "worst", "worst10", "std"))
+            )
+    table.add_row("objective", f"{summary['objective']:.4f}")
+    return table
+
+
+def side_by_side(results: Mapping[str, Result], split: str = "validation") -> Table:
+    """Runs beside each other: average and worst client, the best marked."""
+    table = _table(
+        f"Accuracy on each client's own {split} data", "method", "average client", "worst client", "spread (std)"
+    )
+    rows = {name: result.summary()[split]["accuracy"] for name, result in results.items()}
+    best = {key: max(numbers[key] for numbers in rows.values()) for key in ("mean", "worst")}
+    for name, numbers in rows.items():
+        marked = (
+            f"[bold]{numbers[key]:.3f} *[/bold]" if numbers[key] == best[key] else f"{numbers[key]:.3f}"
+            for key in ("mean", "worst")
+        )
+        table.add_row(name, *marked, f"{numbers['std']:.3f}")
+    return table

@@ -1,0 +1,59 @@
+"""Trees of tensors: nested dicts, tuples and lists. What travels and what is kept are such trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A nested dict, tuple or list with tensors at its leaves.
+Tree = Any
+
+
+def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
+    """Apply ``fn`` leaf by leaf to trees of the same structure."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return {name: map(fn, *(tree[name] for tree in trees)) for name in first}
+    if isinstance(first, tuple | list):
+        parts = [map(fn, *parts) for parts in zip(*trees, strict=True)]
+        return type(first)(parts)
+    return fn(*trees)
+
+
+def leaves(tree: Tree) -> Iterator[Tensor]:
+    """Yield the tensors of a tree in a fixed order."""
+    if isinstance(tree, dict):
+        for part in tree.values():
+            yield from leaves(part)
+    elif isinstance(tree, tuple | list):
+        for part in tree:
+            yield from leaves(part)
+    else:
+        yield tree
+
+
+def named_leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield (path, tensor) pairs; the path's parts are joined by a slash."""
+    if isinstance(tree, Tensor):
+        yield prefix, tree
+        return
+    for name, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from named_leaves(part, f"{prefix}/{name}" if prefix else str(name))
+
+
+def nbytes(tree: Tree) -> int:
+    """The number of bytes that the tree's tensors hold."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
+
+
+def finite(tree: Tree) -> bool:
+    """Whether every floating-point number in the tree is finite."""
+    return all(bool(torch.isfinite(leaf).all()) for leaf in leaves(tree) if leaf.is_floating_point())
+
+
+def step(tree: Tree, rate: float, direction: Tree) -> Tree:
+    """One descent step, ``tree - rate * direction``."""
+    return map(lambda leaf, u: leaf - rate * u, tree, direction)
