@@ -27,6 +27,12 @@ def not_below(name: str, value: Any, least: float) -> None:
         raise ConfigError(f"{name} is {value!r}, but it must be a number that is {least:g} or more.")
 
 
+def between(name: str, value: Any, low: float, high: float) -> None:
+    """Require a number from ``low`` to below ``high``."""
+    if not low <= _number(name, value, f"a number from {low:g} to below {high:g}") < high:
+        raise ConfigError(f"{name} is {value!r}, but it must be a number from {low:g} to below {high:g}.")
+
+
 def at_least(name: str, value: Any, least: int) -> None:
     """Require a whole number that is ``least`` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -81,6 +81,30 @@ def run(
     typer.echo(f"Written to {folder}")
 
 
+@app.command()
+def compare(
+    configs: Annotated[list[Path], typer.Argument(help="TOML files that differ in their method.")],
+    seeds: Annotated[int, typer.Option(help="How many seeds, counted up from the configs' own.")] = 3,
+    split: Annotated[str, typer.Option(help="What to judge on: train, validation or test.")] = "validation",
+    set: Changes = None,
+    out: Annotated[Path, typer.Option(help="Where to write the runs and comparison.csv.")] = Path("runs/compare"),
+    force: Force = False,
+) -> None:
+    """Run several configs on the same data from the same initial model and show them side by side."""
+    from comfedl.compare import run_comparison
+    from comfedl.config import read_config
+    from comfedl.tables import show_comparison
+
+    names = [path.stem for path in configs]
+    if len({*names}) < len(names):
+        raise ConfigError(f"Two configs have the same file name ({', '.join(names)}); rename one.")
+    parsed = {path.stem: read_config(path, set or ()) for path in configs}
+    table, note = show_comparison(run_comparison(parsed, seeds, split, out, force))
+    _print(table)
+    typer.echo(note)
+    typer.echo(f"Written to {out}")
+
+
 @app.command("list")
 def list_(what: Annotated[str, typer.Argument(help="algorithms, datasets, partitions or models")]) -> None:
     """List what a config can name."""

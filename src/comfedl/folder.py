@@ -9,17 +9,34 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 from safetensors.torch import save
 
 from comfedl.callbacks import Callback
 from comfedl.errors import RunFolderError
 from comfedl.metrics import Row
+from comfedl.problem import Model
 from comfedl.result import Result
 from comfedl.settings import to_toml
 
 # What a run writes, and so what may be moved aside or removed.
 FILES = ("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint")
+
+
+# With more clients than this their personal models are not written; ``Result.personal`` gives each when asked.
+MOST_PERSONAL = 1000
+
+
+def file_name(client: str) -> str:
+    """A client's name as a file name: whatever a file system may not like is percent-encoded."""
+    return quote(client, safe=" +=@,").replace(".", "%2E") if client.startswith(".") else quote(client, safe=" +=@,")
+
+
+def _bytes(model: Model) -> bytes:
+    tensors = {**model["params"], **model["buffers"]}
+    content: bytes = save({name: part.contiguous() for name, part in tensors.items()})
+    return content
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -82,8 +99,13 @@ class RunFolder(Callback):
 
     def finished(self, result: Result) -> None:
         self._close()
-        model = {name: part.contiguous() for name, part in (*result.params.items(), *result.buffers.items())}
-        write_atomic(self.path / "model.safetensors", save(model))
+        write_atomic(self.path / "model.safetensors", _bytes(Model(params=result.params, buffers=result.buffers)))
+        if len(result.names) <= MOST_PERSONAL:
+            (self.path / "personal").mkdir()
+            for name in result.names:
+                write_atomic(
+                    self.path / "personal" / f"{file_name(name)}.safetensors", _bytes(result.personal_model(name))
+                )
         write_atomic(self.path / "summary.json", (json.dumps(result.summary(), indent=2) + "\n").encode())
         if self._aside is not None:
             shutil.rmtree(self._aside)

@@ -10,20 +10,19 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-# For these the worst client is the one with the largest number.
-LOWER_IS_BETTER = frozenset({"loss"})
-
 Row = dict[str, float | int | str | None]
 
 
 def summarise(metric: str, values: Sequence[float]) -> dict[str, float]:
     """Mean, worst, the mean of the worst tenth (at least one client), and standard deviation over clients.
 
+    The worst client is the one with the largest loss, or the smallest of any other metric.
+
     >>> summarise("accuracy", [0.9, 0.5])
     {'mean': 0.7, 'worst': 0.5, 'worst10': 0.5, 'std': 0.2}
     """
     numbers = np.asarray(values, dtype=np.float64)
-    worst_first = np.sort(numbers)[:: -1 if metric in LOWER_IS_BETTER else 1]
+    worst_first = np.sort(numbers)[:: -1 if metric.endswith("loss") else 1]
     tenth = worst_first[: math.ceil(len(numbers) / 10)]
     return {
         "mean": float(numbers.mean()),

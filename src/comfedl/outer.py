@@ -9,14 +9,17 @@ normaliser act as a brake.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.simplex import capped_weights, log_mean_exp, softmax_weights
+from comfedl.errors import ConfigError
+from comfedl.simplex import capped_weights, chi_square_weights, log_mean_exp, softmax_weights, top_weights
 
 
 class Outer(ABC):
@@ -116,5 +119,97 @@ class KL(Coupled):
         return (r * values).sum() - self.gamma * torch.xlogy(r, len(values) * r).sum()
 
 
-OUTERS: dict[str, type[Outer]] = {"identity": Identity, "exp": Exp, "kl": KL}
+@dataclass(frozen=True)
+class Tilt(Coupled):
+    """(1 / t) log(mean_i exp(t y_i)), TERM's tilted mean: t > 0 is KL(1 / t), t < 0 plays down outlying clients."""
+
+    t: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.t, bool) or not isinstance(self.t, int | float) or not math.isfinite(self.t) or self.t == 0:
+            raise ConfigError(f"t is {self.t!r}, but it must be a number other than 0; use Identity() for no tilt.")
+
+    def weights(self, values: Tensor) -> Tensor:
+        return softmax_weights(values, 1 / self.t)
+
+    def objective(self, values: Tensor) -> Tensor:
+        return log_mean_exp(values, 1 / self.t)
+
+
+@dataclass(frozen=True)
+class CVaR(Coupled):
+    """The mean over the worst share 1 - level of the clients: level 0 is the mean, level 0.9 the worst tenth."""
+
+    level: float
+
+    def __post_init__(self) -> None:
+        checks.between("level", self.level, 0, 1)
+
+    def weights(self, values: Tensor) -> Tensor:
+        return top_weights(values, self.level)
+
+    def objective(self, values: Tensor) -> Tensor:
+        return (self.weights(values) * values).sum()
+
+
+@dataclass(frozen=True)
+class ChiSquare(Coupled):
+    """The worst mixture r with (1 / 2n) sum_i (n r_i - 1)^2 <= rho: rho 0 is the mean, (n - 1) / 2 the worst client."""
+
+    rho: float
+
+    def __post_init__(self) -> None:
+        checks.not_below("rho", self.rho, 0)
+
+    def weights(self, values: Tensor) -> Tensor:
+        return chi_square_weights(values, self.rho)
+
+    def objective(self, values: Tensor) -> Tensor:
+        return (self.weights(values) * values).sum()
+
+
+@dataclass(frozen=True)
+class Power(Separable):
+    """g(y) = y^(q + 1) / (q + 1), q-FFL's outer: q = 0 is the mean, a large q follows the worst client."""
+
+    q: float
+
+    def __post_init__(self) -> None:
+        checks.not_below("q", self.q, 0)
+
+    def slope(self, y: Tensor) -> Tensor:
+        return y**self.q
+
+    def objective(self, values: Tensor) -> Tensor:
+        return (values ** (self.q + 1)).mean() / (self.q + 1)
+
+    def explain(self, loss: float, weight: float) -> str:
+        if loss < 0:
+            return f"Power(q={self.q:g}) needs a loss that is never negative, and this one is {loss:.3g}."
+        return f"Power multiplies each gradient by loss^q; use a smaller q than {self.q:g}, or a smaller lr."
+
+
+@dataclass(frozen=True)
+class Custom(Separable):
+    """The reader's own outer function of one client's value, given by its value and its slope, both elementwise."""
+
+    value: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor], Tensor]
+
+    def slope(self, y: Tensor) -> Tensor:
+        return self.derivative(y)
+
+    def objective(self, values: Tensor) -> Tensor:
+        return self.value(values).mean()
+
+
+OUTERS: dict[str, type[Outer]] = {
+    "identity": Identity,
+    "exp": Exp,
+    "kl": KL,
+    "tilt": Tilt,
+    "cvar": CVaR,
+    "chi-square": ChiSquare,
+    "power": Power,
+}
 """The outer functions by the names that a config uses."""

@@ -89,8 +89,11 @@ class Learner:
 class Objective(Protocol):
     """A client's objective as ``gradient`` needs it. ``Composition`` is the public way to write one's own."""
 
-    def inner(self, model: Model, batch: Batch) -> tuple[Tree, Pullback, Params]:
-        """The inner value on a batch, its pullback, and the buffers afterwards."""
+    def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Tree, Pullback, Params]:
+        """The inner value on a batch, its pullback, and the buffers afterwards.
+
+        ``hessian_batch`` is for a map that takes its own derivative on another batch (``Adapt``).
+        """
 
     def outer(self, y: Tree, buffers: Params, batch: Batch) -> Tensor:
         """The outer function of the inner value on a batch."""
@@ -114,13 +117,14 @@ def gradient(
     batch: Batch,
     outer_batch: Batch,
     slope: Callable[[Tensor], Tensor] = torch.ones_like,
+    hessian_batch: Batch | None = None,
 ) -> Gradient:
     """The stochastic gradient ``u = J_f(w; B)^T grad g(f(w; B); B~)``, lines 8 to 12 of Algorithm 1.
 
     ``slope`` is the slope of a further scalar function of the value (``Exp`` on top of a loss): by the chain rule it
     scales the gradient.
     """
-    y, pullback, buffers = objective.inner(model, batch)
+    y, pullback, buffers = objective.inner(model, batch, hessian_batch)
     value, outer_pullback, _ = pull(lambda y: (objective.outer(y, buffers, outer_batch), ()), y)
     weight = slope(value)
     return Gradient(pullback(outer_pullback(weight)), value, weight, buffers)
@@ -138,7 +142,7 @@ class LocalLoss:
 
     learner: Learner
 
-    def inner(self, model: Model, batch: Batch) -> tuple[Tensor, Pullback, Params]:
+    def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Tensor, Pullback, Params]:
         return pull(lambda params: self.learner.loss(params, model["buffers"], batch), model["params"])
 
     def outer(self, y: Tensor, buffers: Params, batch: Batch) -> Tensor:
@@ -172,7 +176,7 @@ class Own:
 
     composition: Composition
 
-    def inner(self, model: Model, batch: Batch) -> tuple[Tree, Pullback, Params]:
+    def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Tree, Pullback, Params]:
         return pull(lambda params: (self.composition.inner(params, batch), model["buffers"]), model["params"])
 
     def outer(self, y: Tree, buffers: Params, batch: Batch) -> Tensor:
@@ -185,6 +189,7 @@ class Own:
 
 
 ORDERS = ("exact", "first", "hessian-free")
+HESSIAN_BATCHES = ("auto", "same", "own")
 
 
 @dataclass(frozen=True)
@@ -193,18 +198,28 @@ class Adapt:
 
     ``order`` says how it is differentiated: "exact" through the steps (second order), "first" as if the step did not
     depend on w, "hessian-free" with the Hessian-vector product as a central difference of gradients, ``delta`` apart.
+    ``hessian_batch`` says on which batch: "same" as the step's (the paper's Algorithm 1) or its "own" (Per-FedAvg's
+    D''); "auto" is "own" for hessian-free and "same" for exact.
     """
 
     lr: float
     steps: int = 1
     order: str = "exact"
     delta: float = 1e-3
+    hessian_batch: str = "auto"
 
     def __post_init__(self) -> None:
         checks.not_below("Adapt's lr", self.lr, 0)
         checks.at_least("Adapt's steps", self.steps, 1)
         checks.one_of("Adapt's order", self.order, ORDERS)
         checks.positive("Adapt's delta", self.delta)
+        checks.one_of("Adapt's hessian_batch", self.hessian_batch, HESSIAN_BATCHES)
+
+    @property
+    def draws_hessian_batch(self) -> bool:
+        """Whether the derivative is taken on a batch of its own."""
+        own = self.order == "hessian-free" if self.hessian_batch == "auto" else self.hessian_batch == "own"
+        return own and self.order != "first"
 
 
 @dataclass(frozen=True)
@@ -214,33 +229,37 @@ class Adapted:
     learner: Learner
     adapt: Adapt
 
-    def inner(self, model: Model, batch: Batch) -> tuple[Params, Pullback, Params]:
-        params, buffers, rate = model["params"], model["buffers"], self.adapt.lr
+    def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Params, Pullback, Params]:
+        buffers, rate = model["buffers"], self.adapt.lr
         loss = LocalLoss(self.learner)
 
-        def slope(params: Params) -> tuple[Params, Params]:
-            found = gradient(loss, Model(params=params, buffers=buffers), batch, batch)
+        def slope(params: Params, on: Batch = batch) -> tuple[Params, Params]:
+            found = gradient(loss, Model(params=params, buffers=buffers), on, on)
             return found.direction, found.buffers
 
-        path, after = [params], buffers
-        pullbacks: list[Pullback] = []
+        path, after = [model["params"]], buffers
+        products: list[Pullback] = []  # the Hessian-vector product at each point of the path
         for step in range(self.adapt.steps):
-            if self.adapt.order == "exact":
-                direction, hessian_vector, seen = pull(slope, path[-1])
-                pullbacks.append(hessian_vector)
+            at = path[-1]
+            if self.adapt.order == "exact" and hessian_batch is None:
+                direction, product, seen = pull(slope, at)
+                products.append(product)
             else:
-                direction, seen = slope(path[-1])
-                if self.adapt.order == "hessian-free":
-                    pullbacks.append(partial(self._difference, slope, path[-1]))
+                direction, seen = slope(at)
+                curve = partial(slope, on=batch if hessian_batch is None else hessian_batch)
+                if self.adapt.order == "exact":
+                    products.append(pull(curve, at)[1])
+                elif self.adapt.order == "hessian-free":
+                    products.append(partial(self._difference, curve, at))
             after = seen if step == 0 else after  # the buffers move once a step, in the pass at w
-            path.append(tree.step(path[-1], rate, direction))
+            path.append(tree.step(at, rate, direction))
 
-        def pullback_all(v: Params) -> Params:
-            for hessian_vector in reversed(pullbacks):
-                v = tree.step(v, rate, hessian_vector(v))
+        def pullback(v: Params) -> Params:
+            for product in reversed(products):
+                v = tree.step(v, rate, product(v))
             return v
 
-        return path[-1], pullback_all, after
+        return path[-1], pullback, after
 
     def _difference(self, slope: Callable[[Params], tuple[Params, Params]], at: Params, v: Params) -> Params:
         """The Hessian-vector product at ``at`` by a central difference."""

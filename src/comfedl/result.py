@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from comfedl import metrics
-from comfedl.errors import ConfigError
+from comfedl.errors import ConfigError, nearest
 from comfedl.metrics import Row
-from comfedl.problem import Params
+from comfedl.problem import Model, Params
 
 
 @dataclass
@@ -33,12 +33,17 @@ class Result:
     traffic: dict[str, int]
     seconds: float
     names: Sequence[str] = field(repr=False)
+    ask_personal: Callable[[int], Model] = field(repr=False)
 
     def personal(self, client: str) -> Params:
-        """The parameters that this client would use."""
+        """The parameters that this client would use: after its own adaptation steps, or the model it keeps."""
+        return self.personal_model(client)["params"]
+
+    def personal_model(self, client: str) -> Model:
+        """The same with the buffers."""
         if client not in self.names:
-            raise ConfigError(f"{client!r} is not a client of this run; its clients are {', '.join(self.names)}.")
-        return self.params
+            raise ConfigError(f"{client!r} is not a client of this run; {nearest(client, self.names)}.")
+        return self.ask_personal(self.names.index(client))
 
     def summary(self) -> dict[str, Any]:
         """The last evaluated round's numbers, nested, with traffic and time."""

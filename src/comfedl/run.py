@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def fit(
     first = next(iter(initial["params"].values()))
     data = fed.to(first.dtype, first.device)
     _check_fit(learner, initial, data)
-    clients = make_engine(engine, data, learner, algorithm.steps(), seed)
+    clients = make_engine(engine, data, learner, algorithm.steps(), seed, algorithm.client_state(initial))
 
     watchers = list(callbacks)
     if progress:
@@ -98,7 +98,7 @@ def fit(
                 run.evaluate(number, state, used)
             for watcher in watchers:
                 watcher.round_done(number)
-        final: Model = state["model"]
+        final = algorithm.reported(state)
         result = Result(
             params=final["params"],
             buffers=final["buffers"],
@@ -107,6 +107,7 @@ def fit(
             traffic={"up_bytes": run.traffic.up_bytes, "down_bytes": run.traffic.down_bytes},
             seconds=time.perf_counter() - started,
             names=clients.names,
+            ask_personal=run.personal_models(rounds, final),
         )
         for watcher in watchers:
             watcher.finished(result)
@@ -139,10 +140,12 @@ class _Run:
 
     def evaluate(self, number: int, state: State, used: Used) -> None:
         everybody = range(len(self.engine.names))
-        replies = self.engine.run("evaluate", everybody, {"model": state["model"]}, number)
+        replies = self.engine.run("evaluate", everybody, {"model": self.algorithm.reported(state)}, number)
         scores = [{name: float(score) for name, score in reply.items()} for reply in replies.each("scores")]
         sizes = torch.from_numpy(self.engine.sizes)
-        weights = dict(zip(used.clients, used.weights.tolist(), strict=True))
+        weights: dict[int, float] = {}
+        for client, weight in zip(used.clients, used.weights.tolist(), strict=True):
+            weights[client] = weights.get(client, 0.0) + weight  # a client may be drawn more than once
         row: Row = {
             "round": number,
             **metrics.summarise_clients(scores),
@@ -156,10 +159,23 @@ class _Run:
             {"round": number, "client": name, **score, "weight": weights.get(i, 0.0)}
             for i, (name, score) in enumerate(zip(self.engine.names, scores, strict=True))
         ]
+        if used.duals is not None:
+            for client_row, dual in zip(client_rows, used.duals.tolist(), strict=True):
+                client_row["dual"] = dual
         self.rows.append(row)
         self.client_rows.extend(client_rows)
         for watcher in self.watchers:
             watcher.evaluated(row, client_rows)
+
+    def personal_models(self, number: int, model: Model) -> Callable[[int], Model]:
+        """A function that gives a client's personal model as it is after this round."""
+
+        def ask(client: int) -> Model:
+            replies = self.engine.run("personal", [client], {"model": model}, number)
+            found: Model = next(replies.each("model"))
+            return found
+
+        return ask
 
 
 def _check(

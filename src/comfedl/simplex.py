@@ -50,3 +50,63 @@ def capped_weights(values: Tensor, gamma: float, cap: float) -> Tensor:
     weights = torch.exp(ordered - eta[k]) / n
     weights[:k] = cap / n
     return torch.empty_like(values).index_copy_(0, order, weights)
+
+
+def project(values: Tensor) -> Tensor:
+    """The Euclidean projection on the probability simplex.
+
+    With the values sorted down, u_1 >= ... >= u_n, the support is the largest k with ``u_k`` above the threshold
+    ``(sum_{j<=k} u_j - 1) / k``, which is subtracted from all.
+
+    >>> project(torch.tensor([0.5, 1.5], dtype=torch.float64)).tolist()
+    [0.0, 1.0]
+    """
+    shifted = values - values.max()  # the projection does not change, and large values keep their digits
+    ordered = shifted.sort(descending=True).values
+    counts = torch.arange(1, len(values) + 1, device=values.device, dtype=values.dtype)
+    thresholds = (ordered.cumsum(dim=0) - 1) / counts
+    k = int((ordered > thresholds).sum())
+    return (shifted - thresholds[k - 1]).clamp(min=0)
+
+
+def top_weights(values: Tensor, level: float) -> Tensor:
+    """The maximiser of ``sum r_i values_i`` with ``r_i <= 1 / (n (1 - level))``: the worst share of the clients.
+
+    Clients whose values are equal share what is left equally, so that no order of clients decides.
+
+    >>> top_weights(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64), level=0.5).tolist()
+    [0.0, 0.0, 0.5, 0.5]
+    """
+    n = len(values)
+    cap = 1.0 if level >= 1 else min(1.0, 1 / (n * (1 - level)))
+    ordered = values.sort(descending=True).values
+    boundary = ordered[min(n - 1, math.ceil(1 / cap - 1e-9) - 1)]
+    above, tied = values > boundary, values == boundary
+    rest = (1 - cap * above.sum()) / tied.sum()
+    return torch.where(above, cap, torch.where(tied, rest, torch.zeros_like(values)))
+
+
+def chi_square_weights(values: Tensor, rho: float) -> Tensor:
+    """The maximiser of ``sum r_i values_i`` over the simplex with ``(1 / 2n) sum (n r_i - 1)^2 <= rho``.
+
+    On the k largest values it is ``1 / k + c (values_i - their mean)`` with c from the radius; the right k is the
+    largest at which no weight is negative. Where the ball holds a corner of the simplex, the largest values share all.
+    """
+    n = len(values)
+    ordered, order = (values - values.mean()).sort(descending=True)
+    counts = torch.arange(1, n + 1, device=values.device, dtype=values.dtype)
+    means = ordered.cumsum(dim=0) / counts
+    spread = ((ordered**2).cumsum(dim=0) - counts * means**2).clamp(min=0)
+    room = (1 + 2 * rho) / n - 1 / counts  # what the squares of the weights may add up to beyond uniform on k
+    top = int((ordered == ordered[0]).sum())
+    slope = torch.sqrt(room.clamp(min=0) / spread.clamp(min=torch.finfo(values.dtype).tiny))
+    fits = (room >= 0) & (1 / counts + slope * (ordered - means) >= 0)
+    fits[:top] = False
+    largest = fits.nonzero()
+    weights = torch.zeros_like(values)
+    if len(largest):
+        k = int(largest[-1]) + 1
+        weights[:k] = 1 / k + slope[k - 1] * (ordered[:k] - means[k - 1])
+    else:
+        weights[:top] = 1 / top
+    return torch.empty_like(values).index_copy_(0, order, weights.clamp(min=0) / weights.clamp(min=0).sum())

@@ -27,13 +27,15 @@ from comfedl.tree import Tree
 class Draw:
     """Data that a step wants: ``count`` batches of ``size`` samples of a split; None is all the client has.
 
-    A client with fewer samples than ``size`` draws with replacement, or with ``bounded`` gives all it has once.
+    A client with fewer samples than ``size`` draws with replacement, or with ``bounded`` gives all it has once. Steps
+    that name the same ``purpose`` draw the same samples in a round; by default it is the step's and draw's own.
     """
 
     split: str = "train"
     size: int | None = None
     count: int = 1
     bounded: bool = False
+    purpose: str | None = None
 
 
 # The batches of each draw by its name; a split that a client lacks gives an empty sequence.
@@ -105,6 +107,10 @@ class Replies(ABC):
         """The sum over clients of ``weights[i]`` times that part of the reply; integers take their maximum."""
 
     @abstractmethod
+    def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
+        """``||x_i - origin||^2`` of the part of every reply at this path, as a float64 vector."""
+
+    @abstractmethod
     def each(self, name: str) -> Iterator[Tree]:
         """That part of every reply, one by one."""
 
@@ -121,4 +127,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
-        """Ask these clients (positions in ``names``) to do a step with this message."""
+        """Ask these clients (positions in ``names``) to do a step with this message.
+
+        A client that is named twice does the step once, and its reply counts twice.
+        """

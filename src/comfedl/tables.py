@@ -8,6 +8,7 @@ import numpy as np
 from rich.table import Table
 
 from comfedl.algorithms import ALGORITHMS
+from comfedl.compare import Cell, Comparison
 from comfedl.data.federated import FederatedData
 from comfedl.data.partition import PARTITIONS
 from comfedl.data.sources import SOURCES, is_cached
@@ -102,3 +103,35 @@ def side_by_side(results: Mapping[str, Result], split: str = "validation") -> Ta
         )
         table.add_row(name, *marked, f"{numbers['std']:.3f}")
     return table
+
+
+def show_comparison(comparison: Comparison) -> tuple[Table, str]:
+    """Methods by columns, mean and standard error over seeds, the best marked; and a note on what is noise."""
+    columns = comparison.columns()
+    seeds = len(next(iter(comparison.rows.values())))
+    title = f"{comparison.split} {comparison.metric} over {seeds} seed{'s' if seeds > 1 else ''}"
+    table = _table(title, "method", *columns)
+    for method in comparison.rows:
+        cells = [column.get(method) for column in columns.values()]
+        table.add_row(method, *("-" if cell is None else _cell(cell) for cell in cells))
+    return table, _noise(columns, seeds)
+
+
+def _cell(cell: Cell) -> str:
+    text = f"{cell.mean:.4f}" + ("" if np.isnan(cell.error) else f" ± {cell.error:.4f}")
+    return f"[bold]{text} *[/bold]" if cell.best else f"{text} ~" if cell.within_noise else text
+
+
+def _noise(columns: Mapping[str, Mapping[str, Cell]], seeds: int) -> str:
+    if seeds == 1:
+        return "* best. One seed cannot tell a difference from noise: use --seeds 3 or more."
+    close = {
+        column: [method for method, cell in cells.items() if cell.within_noise] for column, cells in columns.items()
+    }
+    named = [f"{column}: {', '.join(methods)}" for column, methods in close.items() if methods]
+    note = "* best; ± is the standard error over seeds."
+    if not named:
+        return f"{note} Every difference from the best is more than twice its standard error."
+    return (
+        f"{note} ~ within noise of the best, below two standard errors of the paired difference ({'; '.join(named)})."
+    )

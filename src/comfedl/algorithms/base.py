@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from comfedl import checks, rng, tree
-from comfedl.problem import Batch, Learner, LocalLoss, Model, Objective, gradient
+from comfedl.problem import Adapt, Batch, Learner, LocalLoss, Model, Objective, Params, gradient
 from comfedl.step import Batches, Diverged, Draw, Engine, Outcome, Replies, Step
 from comfedl.tree import Tree
 
@@ -24,10 +24,11 @@ State = dict[str, Tree]
 
 
 class Used(NamedTuple):
-    """Who took part in a round and with which weight in the new model."""
+    """Who took part in a round and with which weight in the new model; and every client's dual weight, if learnt."""
 
     clients: Sequence[int]
     weights: Tensor
+    duals: Tensor | None = None
 
 
 @dataclass
@@ -73,6 +74,12 @@ class Round:
         chosen = self.rng(purpose).choice(self.clients, size=self.participants, replace=False, shuffle=False)
         return sorted(chosen.tolist())
 
+    def sample_by(self, weights: NDArray[Any]) -> list[int]:
+        """Choose the round's clients without replacement, with chances in proportion to these weights."""
+        shares = weights / weights.sum()
+        chosen = self.rng("clients").choice(self.clients, size=self.participants, replace=False, p=shares)
+        return sorted(chosen.tolist())
+
     def ask(self, step: str, clients: Sequence[int], message: dict[str, Tree]) -> Replies:
         """Ask these clients to do a named step with this message."""
         replies = self.engine.run(step, clients, message, self.number)
@@ -94,12 +101,22 @@ def descend(
     outer_batches: Sequence[Batch],
     lr: float,
     slope: Callable[[Tensor], Tensor] = torch.ones_like,
+    hessian_batches: Sequence[Batch | None] | None = None,
+    anchor: tuple[float, Params] | None = None,
 ) -> Descent:
-    """Local training, one gradient step a batch: lines 7 to 14 of Algorithm 1. Every method's local loop."""
+    """Local training, one gradient step a batch: lines 7 to 14 of Algorithm 1. Every method's local loop.
+
+    ``anchor`` is a pair (lam, w) that adds ``lam / 2 * ||params - w||^2`` to the objective.
+    """
     losses, weights = [], []
-    for batch, outer_batch in zip(batches, outer_batches, strict=True):
-        found = gradient(objective, model, batch, outer_batch, slope)
-        model = Model(params=tree.step(model["params"], lr, found.direction), buffers=found.buffers)
+    third = hessian_batches or [None] * len(batches)
+    for batch, outer_batch, hessian_batch in zip(batches, outer_batches, third, strict=True):
+        found = gradient(objective, model, batch, outer_batch, slope, hessian_batch)
+        direction = found.direction
+        if anchor is not None:
+            lam, near = anchor
+            direction = tree.map(lambda u, v, w, lam=lam: u + lam * (v - w), direction, model["params"], near)
+        model = Model(params=tree.step(model["params"], lr, direction), buffers=found.buffers)
         losses.append(found.value)
         weights.append(found.weight)
     return Descent(model, {"loss": torch.stack(losses), "weight": torch.stack(weights)})
@@ -124,11 +141,17 @@ class Algorithm(ABC):
         lr: the step size of local training.
         local_steps: local steps a round, the paper's synchronisation gap tau.
         batch_size: samples a local step; None takes all of the client's data.
+        loss_samples: how many of a client's samples at most its loss or objective is measured on, where the method
+            or the records need it; None takes all.
+        personal_steps: local steps from the global model to the one that a client would use; None is 1, or as many as a
+            meta-learning method trains for. They are taken when a client is evaluated and never sent.
     """
 
     lr: float = 0.1
     local_steps: int = 5
     batch_size: int | None = 32
+    loss_samples: int | None = None
+    personal_steps: int | None = None
 
     name: ClassVar[str]
     """The method's name in a config."""
@@ -137,23 +160,29 @@ class Algorithm(ABC):
     goal: ClassVar[str]
     """Its objective, in one line."""
     sends: ClassVar[str]
-    """What travels each way in a round; d is the number of parameters."""
+    """What travels each way in a round, per participant; d is the number of parameters."""
 
     def __post_init__(self) -> None:
         checks.positive("lr", self.lr)
         checks.at_least("local_steps", self.local_steps, 1)
-        if self.batch_size is not None:
-            checks.at_least("batch_size", self.batch_size, 1)
+        for name, least in (("batch_size", 1), ("loss_samples", 1), ("personal_steps", 0)):
+            if getattr(self, name) is not None:
+                checks.at_least(name, getattr(self, name), least)
 
     # What the server does.
 
     def init(self, model: Model, clients: int) -> State:
-        """The server's state before the first round."""
+        """The server's state before the first round; it always has the ``model``."""
         return {"model": model}
 
     @abstractmethod
     def round(self, state: State, here: Round) -> tuple[State, Used]:
         """One round: sample clients, ask them, combine their replies."""
+
+    def reported(self, state: State) -> Model:
+        """The model that is evaluated and given back."""
+        model: Model = state["model"]
+        return model
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         """The objective's value from every client's value; ``sizes`` are their train samples."""
@@ -169,34 +198,120 @@ class Algorithm(ABC):
         """What a client minimises."""
         return LocalLoss(learner)
 
+    @property
+    def adaptation(self) -> tuple[float, int]:
+        """The step size and the number of steps to a client's personal model."""
+        return self.lr, 1 if self.personal_steps is None else self.personal_steps
+
+    def client_state(self, model: Model) -> Tree:
+        """What a client keeps before it first takes part."""
+        return None
+
     def steps(self) -> dict[str, Step]:
         """The client steps by name."""
-        inner = Draw("train", self.batch_size, self.local_steps)
-        splits = {split: Draw(split) for split in ("train", "validation", "test", "outer")}
-        return {"train": Step(self.train, {"inner": inner}), "evaluate": Step(self.evaluate, splits)}
+        personal = Draw("train", self.batch_size, self.adaptation[1], purpose="personal")
+        value = {f"value {split}": Draw(split, self.loss_samples, bounded=True) for split in ("train", "outer")}
+        splits = {split: Draw(split) for split in ("train", "validation", "test")}
+        return {
+            "train": Step(self.train, self.draws()),
+            "evaluate": Step(self.evaluate, {**splits, **value, "personal": personal}),
+            "personal": Step(self.give_personal, {"personal": personal}),
+        }
+
+    def draws(self) -> dict[str, Draw]:
+        """The batches of local training."""
+        return {"inner": Draw("train", self.batch_size, self.local_steps)}
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         """Local training from the model received; sends back the model it ends at."""
-        inner = batches["inner"]
-        trained = descend(self.objective(learner), message["model"], inner, batches.get("outer", inner), self.lr)
+        trained = self.descend(learner, message["model"], batches)
         return Outcome({"model": trained.model}, watched=trained.watched)
 
+    def descend(
+        self,
+        learner: Learner,
+        model: Model,
+        batches: Batches,
+        slope: Callable[[Tensor], Tensor] = torch.ones_like,
+        anchor: tuple[float, Params] | None = None,
+    ) -> Descent:
+        """Local training on the method's objective with the batches of ``draws``."""
+        inner = batches["inner"]
+        outer, hessian = batches.get("outer", inner), batches.get("hessian")
+        return descend(self.objective(learner), model, inner, outer, self.lr, slope, hessian, anchor)
+
+    def personal(self, learner: Learner, model: Model, state: Tree, batches: Batches) -> Model:
+        """The model that this client would use: by default the global one after a step on its own train data."""
+        rate, steps = self.adaptation
+        if learner.loss_function is None or steps == 0:
+            return model
+        own = batches["personal"]
+        return descend(LocalLoss(learner), model, own, own, rate).model
+
+    def give_personal(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        """The personal model itself: asked for after training, by whoever runs the simulation."""
+        return Outcome({"model": self.personal(learner, message["model"], state, batches)})
+
     def evaluate(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        """Loss and metrics of the model received on each split the client has, and its objective's value."""
+        """Loss and metrics of the global and the personal model on each split, and the objective's value."""
         objective, model = self.objective(learner), message["model"]
+        value = objective.value(model, batches["value train"][0], batches["value outer"][0])
+        if learner.loss_function is None:  # the reader's own problem: its value is all there is to measure
+            held_out = [(split, data) for split in ("validation", "test") for data in batches[split]]
+            losses = {f"{split}.loss": objective.value(model, data, data) for split, data in held_out}
+            return Outcome({"scores": {"train.loss": value, **losses}, "value": value})
+        personal = self.personal(learner, model, state, batches)
         scores: dict[str, Tensor] = {}
         for split in ("train", "validation", "test"):
             for data in batches[split]:
-                outer = batches["outer"][0] if split == "train" else data
-                found = (
-                    {"loss": objective.value(model, data, outer)}
-                    if learner.loss_function is None
-                    else learner.scores(model, data)
-                )
-                scores |= {f"{split}.{name}": value for name, value in found.items()}
-        value = (
-            scores["train.loss"]
-            if learner.loss_function is None or isinstance(objective, LocalLoss)
-            else objective.value(model, batches["train"][0], batches["outer"][0])
-        )
+                scores |= {f"{split}.{name}": score for name, score in learner.scores(model, data).items()}
+                if personal is not model:
+                    own = learner.scores(personal, data)
+                    scores |= {f"{split}.personal_{name}": score for name, score in own.items()}
         return Outcome({"scores": scores, "value": value})
+
+
+class Renamed(Algorithm):
+    """A method that is another one under a name and arguments of its own."""
+
+    @property
+    @abstractmethod
+    def method(self) -> Algorithm:
+        """The method that this one is."""
+
+    def common(self) -> dict[str, Any]:
+        """The arguments that all methods share."""
+        return {field.name: getattr(self, field.name) for field in fields(Algorithm)}
+
+    def __post_init__(self) -> None:
+        self.method  # noqa: B018 - its own checks are the checks
+
+    def init(self, model: Model, clients: int) -> State:
+        return self.method.init(model, clients)
+
+    def round(self, state: State, here: Round) -> tuple[State, Used]:
+        return self.method.round(state, here)
+
+    def reported(self, state: State) -> Model:
+        return self.method.reported(state)
+
+    def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return self.method.combined(values, sizes)
+
+    def explain(self, error: Diverged) -> str:
+        return self.method.explain(error)
+
+    def objective(self, learner: Learner) -> Objective:
+        return self.method.objective(learner)
+
+    def client_state(self, model: Model) -> Tree:
+        return self.method.client_state(model)
+
+    def steps(self) -> dict[str, Step]:
+        return self.method.steps()
+
+
+def adapt_draws(adapt: Adapt, batch_size: int | None, outer_size: int | None, count: int) -> dict[str, Draw]:
+    """The further batches of a local step through ``Adapt``: D' for the loss there, and D'' where it has its own."""
+    draws = {"outer": Draw("outer", outer_size, count)}
+    return draws | ({"hessian": Draw("train", batch_size, count)} if adapt.draws_hessian_batch else {})

@@ -12,37 +12,35 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used, blend, descend
+from comfedl.algorithms.base import Algorithm, Round, State, Used, adapt_draws, blend
 from comfedl.errors import ConfigError
 from comfedl.outer import Coupled, Identity, Outer, Separable
-from comfedl.problem import Adapt, Adapted, Composition, Learner, LocalLoss, Objective, Own
-from comfedl.step import Batches, Diverged, Draw, Outcome, Step
+from comfedl.problem import Adapt, Adapted, Composition, Learner, LocalLoss, Model, Objective, Own
+from comfedl.step import Batches, Diverged, Draw, Outcome
 from comfedl.tree import Tree
 
 
 @dataclass(frozen=True)
 class ComFedL(Algorithm):
-    """Minimise mean_i g(F_i(w)) where F_i is a client's loss, its loss after adapting, or the reader's own composition.
+    """Minimise mean_i g(F_i(w)): F_i is a client's loss, its loss after adapting, or the reader's own composition.
 
     Args:
         inner: None for the local loss, ``Adapt(lr)`` for the loss after adapting to the client (meta-learning).
-        outer: the function of the clients' values: ``Identity()`` (the default), ``KL(gamma)`` or ``Exp(gamma)``.
+        outer: the function of the clients' values: ``Identity()`` (the default), ``KL(gamma)``, ``Exp(gamma)``, ...
         problem: the reader's own ``Composition(inner, outer)``, in place of ``inner``.
         outer_batch_size: b1, samples a step for the outer function of ``Adapt`` or ``problem``: a number, "same" as
             batch_size, or "all" of the client's outer data.
-        loss_samples: with ``KL``, how many samples at most the loss of the received model is measured on.
     """
 
     inner: Adapt | None = None
     outer: Outer | None = None
     problem: Composition | None = None
     outer_batch_size: int | str = "same"
-    loss_samples: int | None = None
 
     name: ClassVar[str] = "comfedl"
     paper: ClassVar[str] = "Huang and Li, Algorithm 1"
     goal: ClassVar[str] = "min_w (1/n) sum_i g_i(f_i(w)), eq. (1)"
-    sends: ClassVar[str] = "down d, up d (+ 1 loss with a coupled outer such as KL)"
+    sends: ClassVar[str] = "down d; up d (+ 1 loss with a coupled outer such as KL)"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,15 +58,13 @@ class ComFedL(Algorithm):
             checks.one_of("outer_batch_size", self.outer_batch_size, ("same", "all"))
         else:
             checks.at_least("outer_batch_size", self.outer_batch_size, 1)
-        if self.loss_samples is not None:
-            checks.at_least("loss_samples", self.loss_samples, 1)
 
     @property
     def g(self) -> Outer:
         """The outer function in use."""
         return self.outer or Identity()
 
-    def init(self, model: Tree, clients: int) -> State:
+    def init(self, model: Model, clients: int) -> State:
         state: State = {"model": model}
         if isinstance(self.g, Coupled):
             # Each client's last known loss; NaN until it has taken part.
@@ -97,27 +93,31 @@ class ComFedL(Algorithm):
             return Own(self.problem)
         return LocalLoss(learner) if self.inner is None else Adapted(learner, self.inner)
 
-    def steps(self) -> dict[str, Step]:
-        steps = super().steps()
-        draws = dict(steps["train"].draws)
-        two_level = self.inner is not None or self.problem is not None
-        if two_level:
-            sizes = {"same": self.batch_size, "all": None}
-            size = sizes[self.outer_batch_size] if isinstance(self.outer_batch_size, str) else self.outer_batch_size
+    @property
+    def adaptation(self) -> tuple[float, int]:
+        if self.inner is None:
+            return super().adaptation
+        return self.inner.lr, self.inner.steps if self.personal_steps is None else self.personal_steps
+
+    def draws(self) -> dict[str, Draw]:
+        draws = super().draws()
+        sizes = {"same": self.batch_size, "all": None}
+        size = sizes[self.outer_batch_size] if isinstance(self.outer_batch_size, str) else self.outer_batch_size
+        if self.inner is not None:
+            draws |= adapt_draws(self.inner, self.batch_size, size, self.local_steps)
+        elif self.problem is not None:
             draws["outer"] = Draw("outer", size, self.local_steps)
         if isinstance(self.g, Coupled):
-            for split in ("train", "outer") if two_level else ("train",):
-                draws[f"whole {split}"] = Draw(split, self.loss_samples, bounded=True)
-        return {**steps, "train": Step(self.train, draws)}
+            draws |= {f"value {split}": Draw(split, self.loss_samples, bounded=True) for split in ("train", "outer")}
+        return draws
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        objective, inner = self.objective(learner), batches["inner"]
         slope = self.g.slope if isinstance(self.g, Separable) else torch.ones_like
-        trained = descend(objective, message["model"], inner, batches.get("outer", inner), self.lr, slope)
+        trained = self.descend(learner, message["model"], batches, slope)
         reply: dict[str, Tree] = {"model": trained.model}
         if isinstance(self.g, Coupled):
-            whole = batches["whole train"]
-            reply["loss"] = objective.value(message["model"], whole[0], batches.get("whole outer", whole)[0])
+            data, outer_data = batches["value train"][0], batches["value outer"][0]
+            reply["loss"] = self.objective(learner).value(message["model"], data, outer_data)
         return Outcome(reply, watched=trained.watched)
 
 

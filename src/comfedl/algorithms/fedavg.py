@@ -6,7 +6,7 @@ Data, AISTATS 2017. Local work is counted in mini-batch steps, as in the ComFedL
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -26,7 +26,7 @@ class FedAvg(Algorithm):
         weighting: "samples" weighs a participant by its share of the participants' samples, "uniform" all alike.
     """
 
-    weighting: str = "samples"
+    weighting: str = field(default="samples", kw_only=True)
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"

@@ -40,6 +40,14 @@ class Partition(ABC):
         Only ``Natural`` reads ``groups``, one name per sample. Raises ``DataError`` if the data cannot do.
         """
 
+    def distribution(self, labels: Labels, parts: Parts, classes: int) -> NDArray[np.float64]:
+        """The label proportions that each client's samples were drawn with, ``[clients, classes]``.
+
+        By default those of its samples. A partition of uniform draws gives the pool's to all, since twenty draws
+        show their distribution only roughly.
+        """
+        return proportions(labels, parts, classes)
+
 
 @dataclass(frozen=True)
 class _Numbered(Partition):

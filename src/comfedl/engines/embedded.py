@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 
 import torch
 from torch import Tensor
@@ -33,8 +35,8 @@ class Embedded(Engine):
 
     def _run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
         named = self._steps[step]
-        replies = []
-        for i in clients:
+        replies: dict[int, dict[str, Tree]] = {}
+        for i in dict.fromkeys(clients):
             # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
             with torch.random.fork_rng(devices=_devices(message)):
                 torch.manual_seed(rng.key(self._seed, f"{step}/torch", round, self.names[i]) >> 1)
@@ -43,8 +45,8 @@ class Embedded(Engine):
             check_finite(round, self.names[i], outcome)
             if outcome.state is not None:
                 self._states[i] = outcome.state
-            replies.append(outcome.reply)
-        return LocalReplies(clients, replies)
+            replies[i] = outcome.reply
+        return LocalReplies(clients, [replies[i] for i in clients])
 
     def _batches(self, step: str, named: Step, client: int, round: int) -> dict[str, Sequence[Batch]]:
         return {name: self._draw(f"{step}/{name}", draw, client, round) for name, draw in named.draws.items()}
@@ -105,6 +107,13 @@ class LocalReplies(Replies):
             return out
 
         return tree.map(total, *self.each(name))
+
+    def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
+        def squares(reply: Tree) -> float:
+            parts = zip(tree.leaves(reduce(getitem, path, reply)), tree.leaves(origin), strict=True)
+            return sum(float((part.double() - start.double()).square().sum()) for part, start in parts)
+
+        return torch.tensor([squares(reply) for reply in self._replies], dtype=torch.float64)
 
     def each(self, name: str) -> Iterator[Tree]:
         return (reply[name] for reply in self._replies)

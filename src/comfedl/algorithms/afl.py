@@ -1,0 +1,80 @@
+"""AFL: agnostic federated learning.
+
+Mohri, Sivek, Suresh: Agnostic Federated Learning, ICML 2019. All clients take part in every round; the model that is
+reported is the average of the iterates, as the theory says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from comfedl import checks, tree
+from comfedl.algorithms.base import Algorithm, Round, State, Used, blend
+from comfedl.errors import ConfigError
+from comfedl.problem import Learner, Model
+from comfedl.simplex import project
+from comfedl.step import Batches, Outcome
+from comfedl.tree import Tree
+
+
+@dataclass(frozen=True)
+class AFL(Algorithm):
+    """Gradient descent in w and ascent in the clients' weights lambda, both at the same point.
+
+    Args:
+        dual_lr: the step size of lambda.
+        average: report the average of the iterates; otherwise the last one.
+        local_steps: 1 is the paper; with more, the clients' whole updates are weighed by lambda.
+    """
+
+    dual_lr: float = 0.08
+    average: bool = True
+    local_steps: int = field(default=1, kw_only=True)
+
+    name: ClassVar[str] = "afl"
+    paper: ClassVar[str] = "Mohri et al., ICML 2019"
+    goal: ClassVar[str] = "min_w max_lambda sum_i lambda_i f_i(w), lambda on the simplex"
+    sends: ClassVar[str] = "down d; up d + 1 loss; all clients every round"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.not_below("dual_lr", self.dual_lr, 0)
+
+    def init(self, model: Model, clients: int) -> State:
+        duals = torch.full((clients,), 1 / clients, dtype=torch.float64)
+        return {"model": model, "duals": duals, "average": model, "rounds": torch.tensor(0)}
+
+    def round(self, state: State, here: Round) -> tuple[State, Used]:
+        if here.participants != here.clients:
+            raise ConfigError(
+                f"AFL asks all {here.clients} clients in every round, but clients_per_round is {here.participants}; "
+                "leave it out, or use DRFA(local_steps=1), which is AFL with a sample of clients."
+            )
+        everybody, duals = here.sample(), state["duals"]
+        replies = here.ask("train", everybody, {"model": state["model"]})
+        model = blend(state["model"], replies, duals)
+        moved = project(duals + self.dual_lr * replies.numbers("loss"))
+        rounds = state["rounds"] + 1
+        average = tree.map(
+            lambda old, new: old + (new - old) / int(rounds) if new.is_floating_point() else new,
+            state["average"],
+            model,
+        )
+        new = {"model": model, "duals": moved, "average": average, "rounds": rounds}
+        return new, Used(everybody, duals, duals)
+
+    def reported(self, state: State) -> Model:
+        model: Model = state["average" if self.average else "model"]
+        return model
+
+    def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return values.max()
+
+    def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        trained = self.descend(learner, message["model"], batches)
+        # The first step is taken at the model received: w and lambda move by the same batch, at the same point.
+        return Outcome({"model": trained.model, "loss": trained.watched["loss"][0]}, watched=trained.watched)

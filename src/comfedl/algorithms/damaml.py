@@ -1,0 +1,46 @@
+"""ComFedL-DAMAML: distribution-agnostic, robust meta-learning, eq. (10) of the ComFedL paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from comfedl import checks
+from comfedl.algorithms.base import Renamed
+from comfedl.algorithms.comfedl import ComFedL
+from comfedl.outer import KL, Exp
+from comfedl.problem import Adapt
+
+
+@dataclass(frozen=True)
+class DAMAML(Renamed):
+    """``ComFedL(inner=Adapt(adapt_lr), outer=KL(gamma))``: the worst-off client's loss after adapting counts most.
+
+    Args:
+        adapt_lr: the inner step size.
+        gamma: how far the weights may move from uniform; small follows the worst client.
+        outer: "kl", stable, eq. (5) on top of eq. (9); or "exp", eq. (10) to the letter.
+        cap: with "kl", the most that a client may weigh, in multiples of uniform.
+        order, adapt_steps, delta, hessian_batch: see ``Adapt``.
+    """
+
+    adapt_lr: float = 0.05
+    gamma: float = 0.5
+    outer: str = "kl"
+    cap: float | None = None
+    order: str = "exact"
+    adapt_steps: int = 1
+    delta: float = 1e-3
+    hessian_batch: str = "auto"
+
+    name: ClassVar[str] = "comfedl-damaml"
+    paper: ClassVar[str] = "Huang and Li, section 5.2"
+    goal: ClassVar[str] = "min_w g log (1/n) sum_i exp(f_i(w - a grad f_i(w)) / g), eq. (10)"
+    sends: ClassVar[str] = "down d; up d (+ 1 loss with the outer kl)"
+
+    @property
+    def method(self) -> ComFedL:
+        checks.one_of("outer", self.outer, ("kl", "exp"))
+        adapt = Adapt(self.adapt_lr, self.adapt_steps, self.order, self.delta, self.hessian_batch)
+        outer = KL(self.gamma, self.cap) if self.outer == "kl" else Exp(self.gamma)
+        return ComFedL(inner=adapt, outer=outer, **self.common())

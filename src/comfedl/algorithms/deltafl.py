@@ -1,0 +1,74 @@
+"""Delta-FL: federated averaging over the clients in the tail of the losses (the superquantile, or CVaR).
+
+Pillutla, Laguel, Malick, Harchaoui: Federated Learning with Superquantile Aggregation for Heterogeneous Data, Machine
+Learning 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from comfedl import checks
+from comfedl.algorithms.base import Algorithm, Round, State, Used, blend
+from comfedl.problem import Learner, LocalLoss
+from comfedl.step import Batches, Draw, Outcome, Step
+from comfedl.tree import Tree
+
+
+@dataclass(frozen=True)
+class DeltaFL(Algorithm):
+    """The sampled clients report a loss; those at or above its quantile train, and are averaged by their samples.
+
+    Args:
+        level: the quantile's level; 0 is FedAvg, 0.9 trains on the worst tenth (weighed by samples).
+    """
+
+    level: float = 0.5
+
+    name: ClassVar[str] = "delta-fl"
+    paper: ClassVar[str] = "Pillutla et al., Machine Learning 2023"
+    goal: ClassVar[str] = "min_w CVaR_level of f_i(w), clients weighed by n_i"
+    sends: ClassVar[str] = "down d; up 1 loss; then up d from clients above the quantile"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.between("level", self.level, 0, 1)
+
+    def round(self, state: State, here: Round) -> tuple[State, Used]:
+        chosen = here.sample()
+        losses = here.ask("loss", chosen, {"model": state["model"]}).numbers("loss").numpy()
+        sizes = here.sizes[chosen]
+        tail = losses >= _quantile(losses, sizes, self.level)
+        kept = [client for client, inside in zip(chosen, tail, strict=True) if inside]
+        replies = here.ask("train", kept, {})  # the model is there already
+        weights = torch.from_numpy(sizes[tail] / sizes[tail].sum())
+        return {"model": blend(state["model"], replies, weights)}, Used(kept, weights)
+
+    def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
+        tail = values >= _quantile(values.numpy(), sizes.numpy(), self.level)
+        return (values[tail] * sizes[tail]).sum() / sizes[tail].sum()
+
+    def steps(self) -> dict[str, Step]:
+        whole = {"value": Draw("train", self.loss_samples, bounded=True)}
+        return {**super().steps(), "loss": Step(self.loss, whole)}
+
+    def loss(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        """The loss of the model received, which the client keeps in case it is asked to train."""
+        whole = batches["value"][0]
+        return Outcome({"loss": LocalLoss(learner).value(message["model"], whole, whole)}, message["model"])
+
+    def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        return super().train(learner, {"model": state}, None, batches)
+
+
+def _quantile(losses: NDArray[np.float64], sizes: NDArray[np.int64], level: float) -> float:
+    """The smallest loss below or at which at least a share ``level`` of all samples lie."""
+    order = np.argsort(losses, kind="stable")
+    share = np.cumsum(sizes[order]) / sizes.sum()
+    return float(losses[order][np.searchsorted(share, level - 1e-12)])

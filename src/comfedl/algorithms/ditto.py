@@ -1,0 +1,51 @@
+"""Ditto: a personal model beside the global one.
+
+Li, Hu, Beirami, Smith: Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from comfedl import checks
+from comfedl.algorithms.base import descend
+from comfedl.algorithms.fedavg import FedAvg
+from comfedl.problem import Learner, LocalLoss, Model
+from comfedl.step import Batches, Outcome
+from comfedl.tree import Tree
+
+
+@dataclass(frozen=True)
+class Ditto(FedAvg):
+    """The global model is FedAvg's; each client also trains its own, held near the global one, and keeps it.
+
+    Args:
+        lam: how strongly; 0 is purely local training. Stability needs lr * lam below 2.
+    """
+
+    lam: float = 0.1
+
+    name: ClassVar[str] = "ditto"
+    paper: ClassVar[str] = "Li et al., ICML 2021"
+    goal: ClassVar[str] = "for each client min_v f_k(v) + (lam/2) ||v - w||^2, w from FedAvg"
+    sends: ClassVar[str] = "down d; up d; the personal model never leaves its client"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.not_below("lam", self.lam, 0)
+
+    def client_state(self, model: Model) -> Tree:
+        return model
+
+    def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        received, inner = message["model"], batches["inner"]
+        trained = self.descend(learner, received, batches)
+        # The same batches, and the anchor is the model received: it stays put while the global one is trained.
+        anchor = (self.lam, received["params"])
+        own = descend(LocalLoss(learner), state, inner, inner, self.lr, anchor=anchor)
+        return Outcome({"model": trained.model}, own.model, trained.watched)
+
+    def personal(self, learner: Learner, model: Model, state: Tree, batches: Batches) -> Model:
+        kept: Model = state
+        return kept

@@ -1,0 +1,90 @@
+"""DRFA, the paper's DRFL: distributionally robust federated averaging.
+
+Deng, Kamani, Mahdavi: Distributionally Robust Federated Averaging, NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from comfedl import checks
+from comfedl.algorithms.base import Algorithm, Round, State, Used, blend
+from comfedl.problem import Learner, LocalLoss, Model
+from comfedl.simplex import project
+from comfedl.step import Batches, Draw, Outcome, Step
+from comfedl.tree import Tree
+
+
+@dataclass(frozen=True)
+class DRFA(Algorithm):
+    """Clients are drawn by learnt weights lambda; a second, uniform sample reports losses, which move lambda.
+
+    Args:
+        dual_lr: the step size of lambda; a round moves it by local_steps times that.
+        whole_loss: measure those losses on all local data (or ``loss_samples``) instead of one batch.
+        floor: the least that a client's lambda may be, as the public code has it; 0 is the paper.
+        baseline: subtract the mean of the observed losses first, which tames the noise when few clients take part.
+    """
+
+    dual_lr: float = 0.08
+    whole_loss: bool = False
+    floor: float = 0.0
+    baseline: bool = False
+
+    name: ClassVar[str] = "drfa"
+    paper: ClassVar[str] = "Deng et al., NeurIPS 2020"
+    goal: ClassVar[str] = "min_w max_lambda sum_i lambda_i f_i(w), lambda on the simplex"
+    sends: ClassVar[str] = "down d + 1 int; up 2 d; and for the second sample down d, up 1 loss"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.not_below("dual_lr", self.dual_lr, 0)
+        checks.between("floor", self.floor, 0, 1)
+
+    def init(self, model: Model, clients: int) -> State:
+        return {"model": model, "duals": torch.full((clients,), 1 / clients, dtype=torch.float64)}
+
+    def round(self, state: State, here: Round) -> tuple[State, Used]:
+        model, duals, n, m = state["model"], state["duals"], here.clients, here.participants
+        # With replacement, so that the plain mean is unbiased for the sum with weights lambda.
+        drawn = sorted(here.rng("clients").choice(n, size=m, p=duals.numpy()).tolist())
+        snapshot = torch.tensor(int(here.rng("snapshot").integers(1, self.local_steps + 1)), dtype=torch.int32)
+        replies = here.ask("train", drawn, {"model": model, "snapshot": snapshot})
+        mean = torch.full((m,), 1 / m, dtype=torch.float64)
+        at_snapshot = blend(model, replies, mean, "snapshot")
+
+        seen = here.sample("losses")
+        losses = here.ask("loss", seen, {"model": at_snapshot}).numbers("loss")
+        slope = torch.zeros(n, dtype=torch.float64)
+        slope[seen] = (n / m) * (losses - losses.mean() if self.baseline else losses)
+        moved = self._floored(project(duals + self.local_steps * self.dual_lr * slope))
+        return {"model": blend(model, replies, mean), "duals": moved}, Used(drawn, mean, duals)
+
+    def _floored(self, duals: Tensor) -> Tensor:
+        raised = duals.clamp(min=self.floor)
+        return raised / raised.sum()
+
+    def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return values.max()
+
+    def steps(self) -> dict[str, Step]:
+        batch = Draw("train", self.loss_samples, bounded=True) if self.whole_loss else Draw("train", self.batch_size)
+        return {**super().steps(), "loss": Step(self.loss, {"batch": batch})}
+
+    def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        t, inner = int(message["snapshot"]), batches["inner"]
+        first = self.descend(learner, message["model"], {"inner": inner[:t]})
+        if t == self.local_steps:
+            return Outcome({"model": first.model, "snapshot": first.model}, watched=first.watched)
+        rest = self.descend(learner, first.model, {"inner": inner[t:]})
+        watched = {name: torch.cat([first.watched[name], rest.watched[name]]) for name in first.watched}
+        return Outcome({"model": rest.model, "snapshot": first.model}, watched=watched)
+
+    def loss(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        """The loss of a model, measured without training."""
+        batch = batches["batch"][0]
+        return Outcome({"loss": LocalLoss(learner).value(message["model"], batch, batch)})

@@ -1,0 +1,43 @@
+"""FedMAML, also called Per-FedAvg: federated meta-learning.
+
+Fallah, Mokhtari, Ozdaglar: Personalized Federated Learning with Theoretical Guarantees, NeurIPS 2020. It is ComFedL
+with the inner map ``Adapt`` and no outer function: eq. (7) of the ComFedL paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from comfedl.algorithms.base import Renamed
+from comfedl.algorithms.comfedl import ComFedL
+from comfedl.problem import Adapt
+
+
+@dataclass(frozen=True)
+class FedMAML(Renamed):
+    """Train an initialisation that suits each client after ``adapt_steps`` steps of size ``adapt_lr`` on its own data.
+
+    Args:
+        adapt_lr: the inner step size, alpha.
+        order: "exact" second order, "first" order, or "hessian-free".
+        adapt_steps: how many inner steps.
+        delta: how far apart the two gradients of "hessian-free" are.
+        hessian_batch: see ``Adapt``.
+    """
+
+    adapt_lr: float = 0.05
+    order: str = "exact"
+    adapt_steps: int = 1
+    delta: float = 1e-3
+    hessian_batch: str = "auto"
+
+    name: ClassVar[str] = "fedmaml"
+    paper: ClassVar[str] = "Fallah et al., NeurIPS 2020 (Per-FedAvg)"
+    goal: ClassVar[str] = "min_w (1/n) sum_i f_i(w - a grad f_i(w)), eq. (7)"
+    sends: ClassVar[str] = "down d; up d"
+
+    @property
+    def method(self) -> ComFedL:
+        adapt = Adapt(self.adapt_lr, self.adapt_steps, self.order, self.delta, self.hessian_batch)
+        return ComFedL(inner=adapt, **self.common())

@@ -1,0 +1,73 @@
+"""q-FedAvg: fair resource allocation.
+
+Li, Sanjabi, Beirami, Smith: Fair Resource Allocation in Federated Learning, ICLR 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from comfedl import checks
+from comfedl.algorithms.base import Algorithm, Round, State, Used, blend
+from comfedl.problem import Learner, LocalLoss
+from comfedl.step import Batches, Diverged, Draw, Outcome
+from comfedl.tree import Tree
+
+SAMPLINGS = ("uniform", "samples")
+
+
+@dataclass(frozen=True)
+class QFedAvg(Algorithm):
+    """Clients with a larger loss count for more, with a step size from an estimate of the Lipschitz constant.
+
+    Args:
+        q: 0 is the plain average; a larger q is fairer and slower.
+        sampling: choose participants "uniform" or, as the public code does, by their "samples".
+    """
+
+    q: float = 0.2
+    sampling: str = "uniform"
+
+    name: ClassVar[str] = "q-fedavg"
+    paper: ClassVar[str] = "Li et al., ICLR 2020"
+    goal: ClassVar[str] = "min_w (1/n) sum_i f_i(w)^(q+1) / (q+1)"
+    sends: ClassVar[str] = "down d; up d + 1 loss"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.not_below("q", self.q, 0)
+        checks.one_of("sampling", self.sampling, SAMPLINGS)
+
+    def round(self, state: State, here: Round) -> tuple[State, Used]:
+        chosen = here.sample() if self.sampling == "uniform" else here.sample_by(here.sizes)
+        model = state["model"]
+        replies = here.ask("train", chosen, {"model": model})
+        L = 1 / self.lr
+        log_f = torch.log(replies.numbers("loss") + 1e-10)
+        log_g = torch.log(replies.squared_distances(("model", "params"), model["params"])) + 2 * math.log(L)
+        log_q = math.log(self.q) if self.q else -math.inf
+        # h_k = q F_k^(q-1) ||g_k||^2 + L F_k^q, in the log domain: F_k^(q-1) has no bound as F_k goes to 0.
+        log_h = torch.logaddexp(log_q + (self.q - 1) * log_f + log_g, math.log(L) + self.q * log_f)
+        # w - sum_k Delta_k / sum_k h_k with Delta_k = F_k^q L (w - w_k)
+        weights = torch.exp(self.q * log_f + math.log(L) - torch.logsumexp(log_h, dim=0))
+        return {"model": blend(model, replies, weights)}, Used(chosen, weights)
+
+    def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return (values ** (self.q + 1)).mean() / (self.q + 1)
+
+    def explain(self, error: Diverged) -> str:
+        return "Use a smaller lr, fewer local_steps or a smaller q; and q-FedAvg needs a loss that is never negative."
+
+    def draws(self) -> dict[str, Draw]:
+        return {**super().draws(), "value": Draw("train", self.loss_samples, bounded=True)}
+
+    def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        trained = self.descend(learner, message["model"], batches)
+        whole = batches["value"][0]
+        loss = LocalLoss(learner).value(message["model"], whole, whole)
+        return Outcome({"model": trained.model, "loss": loss}, watched=trained.watched)

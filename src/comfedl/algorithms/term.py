@@ -1,0 +1,34 @@
+"""TERM: tilted empirical risk minimisation over clients.
+
+Li, Beirami, Sanjabi, Smith: Tilted Empirical Risk Minimization, ICLR 2021. With t > 0 it is
+``ComFedL(outer=KL(1 / t))``; with t < 0 it plays down the clients with large losses, such as those with noisy labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from comfedl.algorithms.base import Renamed
+from comfedl.algorithms.comfedl import ComFedL
+from comfedl.outer import Tilt
+
+
+@dataclass(frozen=True)
+class TERM(Renamed):
+    """The tilted mean of the clients' losses.
+
+    Args:
+        t: the tilt; above 0 favours the worst client, below 0 plays it down.
+    """
+
+    t: float = 1.0
+
+    name: ClassVar[str] = "term"
+    paper: ClassVar[str] = "Li et al., ICLR 2021"
+    goal: ClassVar[str] = "min_w (1/t) log (1/n) sum_i exp(t f_i(w))"
+    sends: ClassVar[str] = "down d; up d + 1 loss"
+
+    @property
+    def method(self) -> ComFedL:
+        return ComFedL(outer=Tilt(self.t), **self.common())

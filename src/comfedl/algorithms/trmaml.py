@@ -1,0 +1,83 @@
+"""TR-MAML: task-robust meta-learning, federated.
+
+Collins, Mokhtari, Shakkottai: Task-Robust Model-Agnostic Meta-Learning, NeurIPS 2020. The original is not federated.
+Here a client takes local MAML steps, the server weighs its update by p_i, and p moves by the raw losses after adapting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from comfedl import checks
+from comfedl.algorithms.base import Algorithm, Round, State, Used, adapt_draws, blend
+from comfedl.problem import Adapt, Adapted, Learner, Model, Objective
+from comfedl.simplex import project
+from comfedl.step import Batches, Draw, Outcome
+from comfedl.tree import Tree
+
+
+@dataclass(frozen=True)
+class TRMAML(Algorithm):
+    """Meta-learning with weights p on the clients that grow with their loss after adapting, eq. (8).
+
+    Args:
+        adapt_lr: the inner step size, alpha.
+        dual_lr: the step size of p.
+        order, adapt_steps, delta, hessian_batch: see ``Adapt``.
+    """
+
+    adapt_lr: float = 0.05
+    dual_lr: float = 0.08
+    order: str = "exact"
+    adapt_steps: int = 1
+    delta: float = 1e-3
+    hessian_batch: str = "auto"
+
+    name: ClassVar[str] = "tr-maml"
+    paper: ClassVar[str] = "Collins et al., NeurIPS 2020"
+    goal: ClassVar[str] = "min_w max_p sum_i p_i f_i(w - a grad f_i(w)), p on the simplex, eq. (8)"
+    sends: ClassVar[str] = "down d; up d + 1 loss after adapting"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.not_below("dual_lr", self.dual_lr, 0)
+        self.adapt  # noqa: B018 - its own checks
+
+    @property
+    def adapt(self) -> Adapt:
+        return Adapt(self.adapt_lr, self.adapt_steps, self.order, self.delta, self.hessian_batch)
+
+    def init(self, model: Model, clients: int) -> State:
+        return {"model": model, "duals": torch.full((clients,), 1 / clients, dtype=torch.float64)}
+
+    def round(self, state: State, here: Round) -> tuple[State, Used]:
+        chosen, duals = here.sample(), state["duals"]
+        replies = here.ask("train", chosen, {"model": state["model"]})
+        scale = here.clients / len(chosen)
+        weights = scale * duals[chosen]
+        ascent = torch.zeros_like(duals)
+        ascent[chosen] = scale * replies.numbers("loss")
+        moved = project(duals + self.dual_lr * ascent)
+        return {"model": blend(state["model"], replies, weights), "duals": moved}, Used(chosen, weights, duals)
+
+    def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return values.max()
+
+    def objective(self, learner: Learner) -> Objective:
+        return Adapted(learner, self.adapt)
+
+    @property
+    def adaptation(self) -> tuple[float, int]:
+        return self.adapt_lr, self.adapt_steps if self.personal_steps is None else self.personal_steps
+
+    def draws(self) -> dict[str, Draw]:
+        return super().draws() | adapt_draws(self.adapt, self.batch_size, self.batch_size, self.local_steps)
+
+    def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        trained = self.descend(learner, message["model"], batches)
+        # The first step is taken at the model received: its value there is the loss after adapting.
+        return Outcome({"model": trained.model, "loss": trained.watched["loss"][0]}, watched=trained.watched)
