@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from comfedl import models
     from comfedl.algorithms.afl import AFL
     from comfedl.algorithms.comfedl import ComFedL
     from comfedl.algorithms.damaml import DAMAML
@@ -64,6 +65,7 @@ _HOMES = {
     "Tilt": "outer",
     "fit": "run",
     "load": "data",
+    "models": "models",
     "partition": "data",
 }
 
@@ -99,6 +101,7 @@ __all__ = [
     "Tilt",
     "fit",
     "load",
+    "models",
     "partition",
 ]
 
@@ -106,7 +109,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'comfedl' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"comfedl.{_HOMES[name]}"), name)
+    home = importlib.import_module(f"comfedl.{_HOMES[name]}")
+    value = home if _HOMES[name] == name else getattr(home, name)
     globals()[name] = value
     return value
 

@@ -125,6 +125,6 @@ def _check_alike(configs: Mapping[str, Config]) -> None:
             ours, theirs = getattr(first[1], key), getattr(config, key)
             if ours != theirs:
                 raise ConfigError(
-                    f"{first[0]} and {name} differ in {key} ({ours} and {theirs}); a comparison needs the same data, model "
-                    f"and seed: make them equal, for instance with --set."
+                    f"{first[0]} and {name} differ in {key} ({ours} and {theirs}); a comparison needs the same data, "
+                    f"model and seed: make them equal, for instance with --set."
                 )

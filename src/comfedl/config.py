@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,10 @@ class Config(_Table):
 
     def make_algorithm(self) -> Algorithm:
         """The method with its hyper-parameters."""
-        found = _lookup("algorithm.name", self.algorithm.name, ALGORITHMS)
+        name = self.algorithm.name
+        found = _imported("algorithm.name", name) if ":" in name else _lookup("algorithm.name", name, ALGORITHMS)
+        if not (isinstance(found, type) and issubclass(found, Algorithm)):
+            raise ConfigError(f"algorithm.name is {name!r}, which is not a subclass of comfedl's Algorithm.")
         method: Algorithm = make(found, self.algorithm.arguments, "algorithm")
         return method
 
@@ -122,21 +126,32 @@ class Config(_Table):
 
     def make_model(self, fed: FederatedData) -> nn.Module:
         """The model, with initial parameters that depend on the seed alone."""
-        x, classes = fed.train.x, SOURCES[self.data.name].classes
-        make_one = models.find(self.model.name)
+        shape, classes = tuple(fed.train.x.shape[1:]), SOURCES[self.data.name].classes
+        found = self._model_function()
         try:
-            return models.build(self.model.name, tuple(x.shape[1:]), classes, self.seed, **self.model.arguments)
+            model = models.build(found, shape, classes, self.seed, **self.model.arguments)
         except TypeError as error:
             raise ConfigError(
                 f"The model {self.model.name!r} cannot be made with {self.model.arguments} ({error}); "
-                f"it is {_signature(make_one)}."
+                f"it is {_signature(found)}."
             ) from None
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"The model {self.model.name!r} gave a {type(model).__name__}, not an nn.Module.")
+        return model
+
+    def _model_function(self) -> Callable[..., nn.Module]:
+        name = self.model.name
+        found = _imported("model.name", name) if ":" in name else _lookup("model.name", name, models.MODELS)
+        if not callable(found):
+            raise ConfigError(f"model.name is {name!r}, which is not a function (shape, classes) -> nn.Module.")
+        made: Callable[..., nn.Module] = found
+        return made
 
     def check(self) -> None:
         """Build what needs no data, so that a mistake is found before anything is fetched."""
         self.make_algorithm()
         self.make_partition()
-        models.find(self.model.name)
+        self._model_function()
         _lookup("data.name", self.data.name, SOURCES)
 
     def resolved(self) -> dict[str, Any]:
@@ -254,14 +269,21 @@ def _nested(value: Any, where: str, names: Mapping[str, type], example: str) -> 
 
 
 def _own(value: Any, where: str) -> Any:
-    module, _, name = value.partition(":") if isinstance(value, str) else ("", "", "")
-    try:
-        found = getattr(importlib.import_module(module), name) if module else None
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{where} is {value!r}, which cannot be imported ({error}).") from None
+    found = _imported(where, value) if isinstance(value, str) and ":" in value else None
     if not isinstance(found, Composition):
         raise ConfigError(f'{where} is {value!r}, but it must be "module:name" of a Composition.')
     return found
+
+
+def _imported(where: str, name: str) -> Any:
+    """What ``"module:name"`` stands for; modules beside the working folder are found too."""
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{where} is {name!r}, which cannot be imported ({error}); check the name.") from None
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:

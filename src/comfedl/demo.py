@@ -13,16 +13,16 @@ from comfedl.progress import Progress
 from comfedl.tables import side_by_side
 
 COMMON = {
-    "rounds": 60,
+    "rounds": 80,
     "seed": 1,
     "eval_every": 5,
     "data": {"name": "digits", "partition": "dirichlet", "clients": 10, "alpha": 0.05, "validation": 0.4, "test": 0.0},
     "model": {"name": "logistic"},
 }
-TRAINING = {"lr": 0.5, "local_steps": 10, "batch_size": 32}
+TRAINING = {"lr": 0.5, "local_steps": 5, "batch_size": 32}
 METHODS = {
     "FedAvg": {"name": "fedavg", **TRAINING},
-    "ComFedL": {"name": "comfedl", **TRAINING, "outer": {"name": "kl", "gamma": 0.1}},
+    "ComFedL": {"name": "comfedl", **TRAINING, "outer": {"name": "kl", "gamma": 0.2}},
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from comfedl import checks
-from comfedl.errors import ConfigError, nearest
+from comfedl.errors import ConfigError
 
 
 def logistic(shape: Sequence[int], classes: int) -> nn.Module:
@@ -72,27 +71,16 @@ def _norm(norm: str, filters: int) -> list[nn.Module]:
 MODELS: dict[str, Callable[..., nn.Module]] = {"logistic": logistic, "mlp": mlp, "cnn4": cnn4}
 
 
-def build(name: str, shape: Sequence[int], classes: int, seed: int, **options: object) -> nn.Module:
-    """Make a model by name, or by ``"module:function"``, which is called as ``function(shape, classes, **options)``.
+def build(
+    model: str | Callable[..., nn.Module], shape: Sequence[int], classes: int, seed: int, **options: object
+) -> nn.Module:
+    """Make a model, by its name or by a function that is called as ``function(shape, classes, **options)``.
 
     Its initial parameters depend on ``seed`` alone.
     """
+    if isinstance(model, str):
+        checks.one_of("model", model, MODELS)
+        model = MODELS[model]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return find(name)(shape, classes, **options)
-
-
-def find(name: str) -> Callable[..., nn.Module]:
-    """The function that makes a model of this name."""
-    if ":" not in name:
-        if name not in MODELS:
-            raise ConfigError(
-                f'The model is {name!r}, which is unknown; {nearest(name, MODELS)}, or "module:function" for your own.'
-            )
-        return MODELS[name]
-    module, _, function = name.partition(":")
-    try:
-        found: Callable[..., nn.Module] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"The model {name!r} cannot be imported ({error}); check the name and the folder.") from None
-    return found
+        return model(shape, classes, **options)
