@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import click
 import typer
 
 from comfedl import __version__
@@ -20,6 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 data_app = typer.Typer(
     help="Real data sets: list them, fetch one, or see how a config splits it.", no_args_is_help=True
@@ -33,11 +36,17 @@ Force = Annotated[bool, typer.Option("--force", help="Replace a run that the fol
 def main() -> None:
     """Run the command line; an error that is meant for a person is one message and exit code 2."""
     try:
-        app()
+        code = app(standalone_mode=False)
+        if code == 130:
+            typer.echo("interrupted", err=True)
+        sys.exit(code)
     except ComfedlError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except click.ClickException as error:  # a command or an option that does not exist
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
         typer.echo("interrupted", err=True)
         sys.exit(130)
 
@@ -75,6 +84,8 @@ def run(
 
     parsed = read_config(config, set or ())
     folder = out or Path("runs") / config.stem
+    if os.path.exists(folder / "config.toml") and (folder / "config.toml").samefile(config):
+        raise ConfigError(f"{config} lies in the folder that the run would be written to; give another --out.")
     check_free(folder, force)
     result = run_config(parsed, out=folder, force=force, progress=True)
     _print(show_result(result, parsed.algorithm.name))
@@ -106,7 +117,7 @@ def compare(
 
 
 @app.command("list")
-def list_(what: Annotated[str, typer.Argument(help="algorithms, datasets, partitions or models")]) -> None:
+def list_(what: Annotated[str, typer.Argument(help="algorithms, outers, datasets, partitions or models")]) -> None:
     """List what a config can name."""
     from comfedl import tables
 
@@ -115,6 +126,7 @@ def list_(what: Annotated[str, typer.Argument(help="algorithms, datasets, partit
         "datasets": tables.datasets,
         "partitions": tables.partitions,
         "models": tables.models,
+        "outers": tables.outers,
     }
     if what not in lists:
         from comfedl.errors import nearest
@@ -146,9 +158,9 @@ def data_describe(
 ) -> None:
     """Show what each client holds under a config: samples and labels."""
     from comfedl import tables
-    from comfedl.config import read_config
+    from comfedl.config import read_data
 
-    _print(tables.clients(read_config(config, set or ()).make_data(progress=True)))
+    _print(tables.clients(read_data(config, set or (), progress=True)))
 
 
 def _print(table: Table) -> None:

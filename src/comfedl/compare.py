@@ -17,6 +17,7 @@ from comfedl.errors import ConfigError
 from comfedl.folder import check_free, write_atomic
 from comfedl.metrics import Row
 from comfedl.progress import Progress
+from comfedl.step import Diverged
 
 COLUMNS = {
     "average client": "{split}.{metric}.mean",
@@ -110,7 +111,11 @@ def run_comparison(
                     f"split is {split!r}, but it must be train, or validation or test if the data has it."
                 )
             watch = [Progress(config.rounds, f"{name}, seed {seeded.seed}")] if progress else []
-            result = run_config(seeded, out=folders[name, i], force=force, callbacks=watch, fed=fed)
+            try:
+                result = run_config(seeded, out=folders[name, i], force=force, callbacks=watch, fed=fed)
+            except Diverged as error:
+                error.advice = f"This is {name} with seed {seeded.seed}. {error.advice}"
+                raise
             rows[name].append(result.rounds[-1])
     comparison = Comparison(rows, split)
     write_atomic(out / "comparison.csv", comparison.to_csv().encode())
@@ -121,10 +126,10 @@ def _check_alike(configs: Mapping[str, Config]) -> None:
     """A comparison is of methods: data, model and seed must be the same."""
     first, *others = configs.items()
     for name, config in others:
-        for key in ("data", "model", "seed", "engine"):
-            ours, theirs = getattr(first[1], key), getattr(config, key)
-            if ours != theirs:
+        ours, theirs = first[1].resolved(), config.resolved()
+        for key in ("data", "model", "seed", "rounds", "clients_per_round"):
+            if ours[key] != theirs[key]:
                 raise ConfigError(
-                    f"{first[0]} and {name} differ in {key} ({ours} and {theirs}); a comparison needs the same data, "
-                    f"model and seed: make them equal, for instance with --set."
+                    f"{first[0]} and {name} differ in {key} ({ours[key]} and {theirs[key]}); a comparison is of "
+                    "methods on the same data, model and rounds: make them equal, for instance with --set."
                 )

@@ -33,6 +33,7 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     "did you mean 'comfedl'? Allowed: comfedl, fedavg"
     """
     names = sorted(allowed)
-    close = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+    folded = {name.casefold(): name for name in names}
+    close = [folded[name] for name in difflib.get_close_matches(given.casefold(), folded, n=1, cutoff=0.5)]
     listing = f"Allowed: {', '.join(names)}" if names else "Nothing is allowed here"
     return f"did you mean {close[0]!r}? {listing}" if close else listing

@@ -9,7 +9,6 @@ normaliser act as a brake.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.errors import ConfigError
 from comfedl.simplex import capped_weights, chi_square_weights, log_mean_exp, softmax_weights, top_weights
 
 
@@ -126,8 +124,7 @@ class Tilt(Coupled):
     t: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.t, bool) or not isinstance(self.t, int | float) or not math.isfinite(self.t) or self.t == 0:
-            raise ConfigError(f"t is {self.t!r}, but it must be a number other than 0; use Identity() for no tilt.")
+        checks.not_zero("t", self.t, "above favours the worst client, below plays it down")
 
     def weights(self, values: Tensor) -> Tensor:
         return softmax_weights(values, 1 / self.t)

@@ -13,14 +13,16 @@ by their maximum.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp
+from torch.func import functional_call
 
 from comfedl import checks, tree
 from comfedl.tree import Tree
@@ -70,8 +72,9 @@ class Learner:
     def loss(self, params: Params, buffers: Params, batch: Batch, train: bool = True) -> tuple[Tensor, Params]:
         """The mean loss on a batch, and the buffers afterwards."""
         assert self.loss_function is not None
-        output, after = self.output(params, buffers, batch[0], train)
-        return self.loss_function(output, batch[1]), after
+        x, y = paired(batch)
+        output, after = self.output(params, buffers, x, train)
+        return self.loss_function(output, y), after
 
     def scores(self, model: Model, data: Batch) -> dict[str, Tensor]:
         """The loss and the metrics of a model on whole data."""
@@ -79,8 +82,9 @@ class Learner:
         functions = {"loss": self.loss_function, **self.metrics}
 
         def of(part: Batch) -> dict[str, Tensor]:
-            output, _ = self.output(model["params"], model["buffers"], part[0], train=False)
-            return {name: function(output, part[1]) for name, function in functions.items()}
+            x, y = paired(part)
+            output, _ = self.output(model["params"], model["buffers"], x, train=False)
+            return {name: function(output, y) for name, function in functions.items()}
 
         scores: dict[str, Tensor] = mean_over(data, of)
         return scores
@@ -95,8 +99,8 @@ class Objective(Protocol):
         ``hessian_batch`` is for a map that takes its own derivative on another batch (``Adapt``).
         """
 
-    def outer(self, y: Tree, buffers: Params, batch: Batch) -> Tensor:
-        """The outer function of the inner value on a batch."""
+    def outer(self, y: Tree, buffers: Params, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tree]]:
+        """The outer function of the inner value on a batch, and its pullback."""
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
         """The objective on whole data, without noise: what the server's weights are computed from."""
@@ -125,15 +129,28 @@ def gradient(
     scales the gradient.
     """
     y, pullback, buffers = objective.inner(model, batch, hessian_batch)
-    value, outer_pullback, _ = pull(lambda y: (objective.outer(y, buffers, outer_batch), ()), y)
+    value, outer_pullback = objective.outer(y, buffers, outer_batch)
     weight = slope(value)
     return Gradient(pullback(outer_pullback(weight)), value, weight, buffers)
 
 
 def pull(function: Callable[[Tree], tuple[Tree, Any]], at: Tree) -> tuple[Any, Callable[[Tree], Any], Any]:
-    """The value of a function, its pullback there, and what else it gave: ``torch.func.vjp`` with its types said."""
-    value, pullback, aside = vjp(function, at, has_aux=True)  # type: ignore[misc]
-    return value, lambda cotangent: pullback(cotangent)[0], aside
+    """The value of a function, its pullback there (to be called once), and what else it gave."""
+    leaves = tree.map(lambda leaf: leaf.detach().requires_grad_(), at)
+    with torch.enable_grad():
+        value, aside = function(leaves)
+    return tree.map(Tensor.detach, value), partial(_pulled, value, leaves), tree.map(Tensor.detach, aside)
+
+
+def _pulled(value: Tree, at: Tree, cotangent: Tree, create_graph: bool = False) -> Tree:
+    """The vector-Jacobian product of a value with what it was computed from."""
+    pairs = [(v, c) for v, c in zip(tree.leaves(value), tree.leaves(cotangent), strict=True) if v.requires_grad]
+    if not pairs:  # a value that does not depend on anything
+        return tree.map(torch.zeros_like, at)
+    values, cotangents = zip(*pairs, strict=True)
+    sources = list(tree.leaves(at))
+    found = iter(torch.autograd.grad(values, sources, cotangents, create_graph=create_graph, materialize_grads=True))
+    return tree.map(lambda _: next(found), at)
 
 
 @dataclass(frozen=True)
@@ -145,8 +162,8 @@ class LocalLoss:
     def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Tensor, Pullback, Params]:
         return pull(lambda params: self.learner.loss(params, model["buffers"], batch), model["params"])
 
-    def outer(self, y: Tensor, buffers: Params, batch: Batch) -> Tensor:
-        return y
+    def outer(self, y: Tensor, buffers: Params, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        return y, lambda cotangent: cotangent
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
         loss: Tensor = mean_over(data, lambda part: self.learner.loss(**model, batch=part, train=False)[0])
@@ -179,8 +196,9 @@ class Own:
     def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Tree, Pullback, Params]:
         return pull(lambda params: (self.composition.inner(params, batch), model["buffers"]), model["params"])
 
-    def outer(self, y: Tree, buffers: Params, batch: Batch) -> Tensor:
-        return self.composition.outer(y, batch)
+    def outer(self, y: Tree, buffers: Params, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tree]]:
+        value, pullback, _ = pull(lambda y: (self.composition.outer(y, batch), ()), y)
+        return value, pullback
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
         # Both maps are the reader's: they get their data whole, since only they know whether they are means.
@@ -230,27 +248,27 @@ class Adapted:
     adapt: Adapt
 
     def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Params, Pullback, Params]:
-        buffers, rate = model["buffers"], self.adapt.lr
-        loss = LocalLoss(self.learner)
+        buffers, rate, order = model["buffers"], self.adapt.lr, self.adapt.order
 
-        def slope(params: Params, on: Batch = batch) -> tuple[Params, Params]:
-            found = gradient(loss, Model(params=params, buffers=buffers), on, on)
-            return found.direction, found.buffers
+        def slope(params: Params, on: Batch, curved: bool = False) -> tuple[Params, Params]:
+            """The gradient of the loss; ``curved`` keeps the graph for a second derivative."""
+            if not curved:
+                found = gradient(LocalLoss(self.learner), Model(params=params, buffers=buffers), on, on)
+                return found.direction, found.buffers
+            loss, seen = self.learner.loss(params, buffers, on)
+            return _pulled(loss, params, torch.ones_like(loss), create_graph=True), seen
 
         path, after = [model["params"]], buffers
         products: list[Pullback] = []  # the Hessian-vector product at each point of the path
         for step in range(self.adapt.steps):
-            at = path[-1]
-            if self.adapt.order == "exact" and hessian_batch is None:
-                direction, product, seen = pull(slope, at)
+            at, on = path[-1], batch if hessian_batch is None else hessian_batch
+            if order == "exact":
+                direction, product, seen = pull(partial(slope, on=on, curved=True), at)
                 products.append(product)
-            else:
-                direction, seen = slope(at)
-                curve = partial(slope, on=batch if hessian_batch is None else hessian_batch)
-                if self.adapt.order == "exact":
-                    products.append(pull(curve, at)[1])
-                elif self.adapt.order == "hessian-free":
-                    products.append(partial(self._difference, curve, at))
+            elif order == "hessian-free":
+                products.append(partial(self._difference, partial(slope, on=on), at))
+            if order != "exact" or on is not batch:
+                direction, seen = slope(at, batch)
             after = seen if step == 0 else after  # the buffers move once a step, in the pass at w
             path.append(tree.step(at, rate, direction))
 
@@ -262,25 +280,40 @@ class Adapted:
         return path[-1], pullback, after
 
     def _difference(self, slope: Callable[[Params], tuple[Params, Params]], at: Params, v: Params) -> Params:
-        """The Hessian-vector product at ``at`` by a central difference."""
+        """The Hessian-vector product at ``at`` by a central difference, under one and the same dropout."""
         delta = self.adapt.delta
-        ahead, _ = slope(tree.step(at, -delta, v))
+        with same_noise(v):
+            ahead, _ = slope(tree.step(at, -delta, v))
         behind, _ = slope(tree.step(at, delta, v))
         product: Params = tree.map(lambda a, b: (a - b) / (2 * delta), ahead, behind)
         return product
 
-    def outer(self, y: Params, buffers: Params, batch: Batch) -> Tensor:
-        return self.learner.loss(y, buffers, batch)[0]
+    def outer(self, y: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Params]]:
+        # The buffers have moved in the pass at w; this one leaves them as they are.
+        value, pullback, _ = pull(lambda y: self.learner.loss(y, buffers, batch), y)
+        return value, pullback
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
         adapted = Model(params=self.inner(model, data)[0], buffers=model["buffers"])
         return LocalLoss(self.learner).value(adapted, outer_data, outer_data)
 
 
+def paired(batch: Batch) -> Batch:
+    """A lone sample twice: its means are the same, and it has batch statistics."""
+    return (torch.cat([batch[0]] * 2), torch.cat([batch[1]] * 2)) if len(batch[0]) == 1 else batch
+
+
+def same_noise(like: Tree) -> AbstractContextManager[None]:
+    """What is drawn inside is drawn once more after it, on the devices of these tensors."""
+    devices = {leaf.device for leaf in tree.leaves(like) if leaf.device.type == "cuda"}
+    return torch.random.fork_rng(devices=sorted(devices, key=str))
+
+
 def chunks(data: Batch) -> Iterator[Batch]:
-    """Cut whole data into parts of ``CHUNK`` samples, in order."""
-    for start in range(0, len(data[0]), CHUNK):
-        yield data[0][start : start + CHUNK], data[1][start : start + CHUNK]
+    """Cut whole data into parts of at most ``CHUNK`` samples, in order."""
+    parts = math.ceil(len(data[0]) / CHUNK)
+    # Of nearly equal size, so that a model with batch statistics never gets a lone sample at the end.
+    yield from zip(*(part.tensor_split(parts) for part in data), strict=True)
 
 
 def mean_over(data: Batch, of: Callable[[Batch], Tree]) -> Tree:

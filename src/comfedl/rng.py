@@ -36,23 +36,24 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def subsets(keys: Sequence[int], sizes: Sequence[int], count: int, size: int) -> NDArray[np.int64]:
     """Draw ``count`` batches of ``size`` positions for every client at once.
 
-    Client ``i`` has the key ``keys[i]`` and ``sizes[i]`` samples; the result has the shape
-    ``[clients, count, size]``. A batch is a subset (Floyd's algorithm), every subset equally likely; where
-    the client holds fewer than ``size`` samples, it is drawn with replacement. The numbers come from
-    SplitMix64 on a counter, so a client's draws do not depend on who is drawn beside it.
+    Client ``i`` has the key ``keys[i]`` and ``sizes[i]`` samples; the result has the shape ``[clients, count, size]``.
+    A batch is a subset (Floyd's algorithm), every subset equally likely; where the client holds fewer than ``size``
+    samples, it is drawn with replacement. The numbers come from SplitMix64 on a counter, so a client's draws do not
+    depend on who is drawn beside it.
     """
-    n = np.asarray(sizes, dtype=np.uint64)[:, None, None]
-    counter = np.arange(1, count * size + 1, dtype=np.uint64).reshape(1, count, size)
-    bits = _mix(np.asarray(keys, dtype=np.uint64)[:, None, None] + counter * _GOLDEN) >> np.uint64(32)
-    small = np.asarray(sizes) < size
-    slots = np.arange(size, dtype=np.uint64)
-    # Slot j of Floyd's algorithm draws from the first n - size + j + 1 samples.
-    bound = np.where(small[:, None, None], n, n - np.uint64(size) + slots + np.uint64(1))
-    drawn = ((bits * bound) >> np.uint64(32)).astype(np.int64)
-    subset = drawn[~small]
-    last = (bound[~small] - np.uint64(1)).astype(np.int64)
-    for j in range(1, size):
-        taken = (subset[:, :, :j] == subset[:, :, j : j + 1]).any(axis=2)
-        subset[:, :, j] = np.where(taken, np.broadcast_to(last[:, :, j], taken.shape), subset[:, :, j])
-    drawn[~small] = subset
-    return drawn
+    have = np.asarray(sizes, dtype=np.int64)
+    counter = np.arange(1, count * size + 1, dtype=np.uint64).reshape(count, size).T[:, None, :]
+    bits = _mix(np.asarray(keys, dtype=np.uint64)[:, None] + counter * _GOLDEN) >> np.uint64(32)
+    # Slots first, so that each turn below reads whole rows. Slot j of Floyd's algorithm draws from the first
+    # n - size + j + 1 samples, and takes the last of them where the draw is already in the batch.
+    bound = np.where(have < size, have, have - size + 1 + np.arange(size)[:, None])[:, :, None]
+    drawn = ((bits * bound.astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
+    whole = have >= size
+    if size > 1 and whole.any():
+        chosen, last = (drawn, bound - 1) if whole.all() else (drawn[:, whole], bound[:, whole] - 1)
+        for j in range(1, size):
+            taken = (chosen[:j] == chosen[j]).any(axis=0)
+            np.copyto(chosen[j], last[j], where=taken)
+        if chosen is not drawn:
+            drawn[:, whole] = chosen
+    return np.ascontiguousarray(drawn.transpose(1, 2, 0))

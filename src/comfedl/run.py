@@ -15,11 +15,11 @@ from comfedl import checks, metrics
 from comfedl.algorithms.base import Algorithm, Round, State, Traffic, Used
 from comfedl.callbacks import Callback
 from comfedl.data.federated import FederatedData
-from comfedl.engines import make_engine
+from comfedl.engines import ENGINES, make_engine
 from comfedl.errors import ConfigError, DataError
 from comfedl.folder import RunFolder
 from comfedl.metrics import Row
-from comfedl.problem import Learner, LossFunction, Model
+from comfedl.problem import Learner, LossFunction, Model, Params
 from comfedl.progress import Progress
 from comfedl.result import Result
 from comfedl.settings import describe
@@ -37,6 +37,7 @@ def fit(
     eval_every: int = 1,
     engine: str = "embedded",
     out: str | Path | None = None,
+    resume: bool = False,
     progress: bool = False,
     force: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -55,6 +56,7 @@ def fit(
         eval_every: evaluate all clients after every so many rounds, and after the last.
         engine: where the clients live.
         out: a folder to write the run to.
+        resume: go on from a run's checkpoint; this version writes none yet, so it must be false.
         progress: show a progress bar.
         force: replace a run that ``out`` already holds.
         callbacks: what else hangs on the loop.
@@ -66,8 +68,12 @@ def fit(
         Diverged: training left the finite numbers.
     """
     started = time.perf_counter()
-    _check(algorithm, fed, rounds, seed, clients_per_round, eval_every)
-    learner, initial = _learner(model, loss, algorithm)
+    if resume:
+        raise ConfigError("resume is given, but this version writes no checkpoints to go on from; start the run anew.")
+    check_loop(rounds, seed, clients_per_round, eval_every, engine)
+    rounds, seed, eval_every = int(rounds), int(seed), int(eval_every)
+    _check(algorithm, fed, clients_per_round)
+    learner, initial, frozen = _learner(model, loss, algorithm)
     first = next(iter(initial["params"].values()))
     data = fed.to(first.dtype, first.device)
     _check_fit(learner, initial, data)
@@ -100,22 +106,32 @@ def fit(
                 watcher.round_done(number)
         final = algorithm.reported(state)
         result = Result(
-            params=final["params"],
+            params=_with_frozen(final["params"], frozen),
             buffers=final["buffers"],
             rounds=run.rows,
             clients=run.client_rows,
             traffic={"up_bytes": run.traffic.up_bytes, "down_bytes": run.traffic.down_bytes},
             seconds=time.perf_counter() - started,
             names=clients.names,
-            ask_personal=run.personal_models(rounds, final),
+            ask_personal=run.personal_models(rounds, final, frozen),
         )
         for watcher in watchers:
             watcher.finished(result)
     except BaseException as error:
+        if isinstance(error, Diverged):
+            error.advice = algorithm.explain(error)
         for watcher in watchers:
-            watcher.failed(error)
+            try:
+                watcher.failed(error)
+            except Exception as second:  # one that cannot clean up must not keep the others from it
+                error.add_note(f"{type(watcher).__name__} failed as well: {second}")
         raise
     return result
+
+
+def _with_frozen(params: Params, frozen: Params) -> Params:
+    """All of a model's parameters; those that are not trained never travel."""
+    return {**params, **frozen}
 
 
 class _Run:
@@ -131,12 +147,7 @@ class _Run:
         self.traffic = Traffic()
 
     def round(self, number: int, state: State) -> tuple[State, Used]:
-        here = Round(number, self.seed, self.participants, self.engine, self.traffic)
-        try:
-            return self.algorithm.round(state, here)
-        except Diverged as error:
-            error.advice = self.algorithm.explain(error)
-            raise
+        return self.algorithm.round(state, Round(number, self.seed, self.participants, self.engine, self.traffic))
 
     def evaluate(self, number: int, state: State, used: Used) -> None:
         everybody = range(len(self.engine.names))
@@ -167,34 +178,37 @@ class _Run:
         for watcher in self.watchers:
             watcher.evaluated(row, client_rows)
 
-    def personal_models(self, number: int, model: Model) -> Callable[[int], Model]:
+    def personal_models(self, number: int, model: Model, frozen: Params) -> Callable[[int], Model]:
         """A function that gives a client's personal model as it is after this round."""
 
         def ask(client: int) -> Model:
             replies = self.engine.run("personal", [client], {"model": model}, number)
             found: Model = next(replies.each("model"))
-            return found
+            return Model(params=_with_frozen(found["params"], frozen), buffers=found["buffers"])
 
         return ask
 
 
-def _check(
-    algorithm: Algorithm, fed: FederatedData, rounds: int, seed: int, clients_per_round: int | None, eval_every: int
-) -> None:
+def _check(algorithm: Algorithm, fed: FederatedData, clients_per_round: int | None) -> None:
     if not isinstance(fed, FederatedData):
         raise ConfigError(f"fed is a {type(fed).__name__}, but it must be a FederatedData(train={{name: (x, y)}}).")
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"algorithm is {algorithm!r}, but it must be a method such as ComFedL(outer=KL(0.2)).")
+    if clients_per_round is not None and clients_per_round > len(fed):
+        raise ConfigError(
+            f"clients_per_round is {clients_per_round}, but there are only {len(fed)} clients; "
+            f"give a number from 1 to {len(fed)}, or leave it out for all of them."
+        )
+
+
+def check_loop(rounds: int, seed: int, clients_per_round: int | None, eval_every: int, engine: str) -> None:
+    """Check what needs neither data nor model."""
     checks.at_least("rounds", rounds, 1)
-    checks.at_least("seed", seed, 0)
+    checks.at_least("seed", seed, 0, 2**63 - 1)
     checks.at_least("eval_every", eval_every, 1)
+    checks.one_of("engine", engine, ENGINES)
     if clients_per_round is not None:
         checks.at_least("clients_per_round", clients_per_round, 1)
-        if clients_per_round > len(fed):
-            raise ConfigError(
-                f"clients_per_round is {clients_per_round}, but there are only {len(fed)} clients; "
-                f"give a number from 1 to {len(fed)}, or leave it out for all of them."
-            )
 
 
 def accuracy(output: Tensor, y: Tensor) -> Tensor:
@@ -209,8 +223,9 @@ LOSSES: dict[str, tuple[LossFunction, dict[str, LossFunction]]] = {
 
 def _learner(
     model: nn.Module | Mapping[str, Tensor], loss: str | LossFunction, algorithm: Algorithm
-) -> tuple[Learner, Model]:
-    """The model's functions and its initial state, which is copied so that the reader's own stays as it was."""
+) -> tuple[Learner, Model, Params]:
+    """The model's functions, its initial state, and the parameters that the reader has frozen; all are copies."""
+    frozen: Params = {}
     if isinstance(loss, str):
         checks.one_of("loss", loss, LOSSES)
         function, scores = LOSSES[loss]
@@ -219,8 +234,10 @@ def _learner(
     else:
         raise ConfigError(f"loss is {loss!r}, but it must be one of {', '.join(LOSSES)}, or a function (output, y).")
     if isinstance(model, nn.Module):
+        parameters = {name: (part.requires_grad, part.detach().clone()) for name, part in model.named_parameters()}
+        frozen = {name: part for name, (trained, part) in parameters.items() if not trained}
         initial = Model(
-            params={name: part.detach().clone() for name, part in model.named_parameters()},
+            params={name: part for name, (trained, part) in parameters.items() if trained},
             buffers={name: part.detach().clone() for name, part in model.named_buffers()},
         )
         learner = Learner(model, function, scores)
@@ -238,8 +255,8 @@ def _learner(
     else:
         raise ConfigError(f"model is a {type(model).__name__}, but it must be an nn.Module or a dict of tensors.")
     if not initial["params"]:
-        raise ConfigError("The model has no parameters, so there is nothing to train; give a model that has some.")
-    return learner, initial
+        raise ConfigError("The model has no parameters that require a gradient, so there is nothing to train.")
+    return learner, initial, frozen
 
 
 def _check_fit(learner: Learner, model: Model, data: FederatedData) -> None:

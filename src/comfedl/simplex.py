@@ -19,7 +19,8 @@ def log_mean_exp(values: Tensor, gamma: float) -> Tensor:
     10000.0
     """
     peak = values.max() if gamma > 0 else values.min()
-    return peak + gamma * torch.log(torch.exp((values - peak) / gamma).mean())
+    # log1p and expm1 keep the digits of a large gamma, where the mean of the exponentials is all but 1.
+    return peak + gamma * torch.log1p(torch.expm1((values - peak) / gamma).mean())
 
 
 def softmax_weights(values: Tensor, gamma: float) -> Tensor:
@@ -36,20 +37,19 @@ def capped_weights(values: Tensor, gamma: float, cap: float) -> Tensor:
     """The softmax weights with no client above ``cap`` times uniform: KL-regularised CVaR.
 
     The maximiser of ``sum r_i values_i - gamma * KL(r || uniform)`` over the simplex with ``r_i <= cap / n`` is
-    ``r_i = min(exp((values_i - eta) / gamma), cap) / n`` with ``eta`` such that the weights sum to 1. With the k
-    largest values at the cap, eta has a closed form; the right k is the first at which no other passes the cap.
+    ``r_i = min(exp((values_i - eta) / gamma), cap) / n`` with ``eta`` such that the weights sum to 1. Whoever is above
+    the cap is put at it and the rest shares what is left by softmax, until nobody is: that only raises the others.
     """
     n = len(values)
-    ordered, order = ((values - values.max()) / gamma).sort(descending=True)
-    capped = torch.arange(math.ceil(n / cap), device=values.device, dtype=values.dtype)
-    tails = torch.logcumsumexp(ordered.flip(0), dim=0).flip(0)[: len(capped)]
-    eta = tails - torch.log(n - cap * capped)
-    fits = ordered[: len(capped)] - eta <= math.log(cap)
-    fits[-1] = True  # all that is left is at most the cap: true but for rounding
-    k = int(fits.nonzero()[0])
-    weights = torch.exp(ordered - eta[k]) / n
-    weights[:k] = cap / n
-    return torch.empty_like(values).index_copy_(0, order, weights)
+    weights = softmax_weights(values, gamma)
+    capped = torch.zeros(n, dtype=torch.bool, device=values.device)
+    while bool((above := (weights > cap / n) & ~capped).any()):
+        capped |= above
+        weights = torch.full_like(values, cap / n)
+        if not bool(capped.all()):
+            left = max(0.0, 1 - int(capped.sum()) * cap / n)
+            weights[~capped] = left * softmax_weights(values[~capped], gamma)
+    return weights
 
 
 def project(values: Tensor) -> Tensor:
@@ -82,8 +82,10 @@ def top_weights(values: Tensor, level: float) -> Tensor:
     ordered = values.sort(descending=True).values
     boundary = ordered[min(n - 1, math.ceil(1 / cap - 1e-9) - 1)]
     above, tied = values > boundary, values == boundary
-    rest = (1 - cap * above.sum()) / tied.sum()
-    return torch.where(above, cap, torch.where(tied, rest, torch.zeros_like(values)))
+    weights = torch.zeros_like(values)
+    weights[above] = cap
+    weights[tied] = (1 - cap * int(above.sum())) / int(tied.sum())
+    return weights
 
 
 def chi_square_weights(values: Tensor, rho: float) -> Tensor:
@@ -93,7 +95,9 @@ def chi_square_weights(values: Tensor, rho: float) -> Tensor:
     largest at which no weight is negative. Where the ball holds a corner of the simplex, the largest values share all.
     """
     n = len(values)
-    ordered, order = (values - values.mean()).sort(descending=True)
+    # From the largest value down and in units of the range: losses that are all but equal keep their digits.
+    below = values - values.max()
+    ordered, order = (below / below.abs().max().clamp(min=torch.finfo(values.dtype).tiny)).sort(descending=True)
     counts = torch.arange(1, n + 1, device=values.device, dtype=values.dtype)
     means = ordered.cumsum(dim=0) / counts
     spread = ((ordered**2).cumsum(dim=0) - counts * means**2).clamp(min=0)

@@ -29,6 +29,7 @@ class Draw:
 
     A client with fewer samples than ``size`` draws with replacement, or with ``bounded`` gives all it has once. Steps
     that name the same ``purpose`` draw the same samples in a round; by default it is the step's and draw's own.
+    ``instead`` is the split that serves for "outer" where there are no outer data.
     """
 
     split: str = "train"
@@ -36,6 +37,7 @@ class Draw:
     count: int = 1
     bounded: bool = False
     purpose: str | None = None
+    instead: str = "train"
 
 
 # The batches of each draw by its name; a split that a client lacks gives an empty sequence.
@@ -55,10 +57,11 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A client step and the data it draws."""
+    """A client step and the data it draws. Steps of the same ``noise`` see the same dropout in a round."""
 
     run: Callable[[Learner, dict[str, Tree], Tree, Batches], Outcome]
     draws: Mapping[str, Draw] = field(default_factory=dict)
+    noise: str | None = None
 
 
 class Diverged(ComfedlError, ArithmeticError):
@@ -67,12 +70,12 @@ class Diverged(ComfedlError, ArithmeticError):
     def __init__(self, round: int, client: str, step: int | None, loss: float, weight: float) -> None:
         self.round, self.client, self.step, self.loss, self.weight = round, client, step, loss, weight
         self.advice = ""
-        super().__init__()
+        super().__init__(round, client, step, loss, weight)
 
     def __str__(self) -> str:
         where = f"Round {self.round}, client {self.client!r}"
         if self.step is None:
-            return f"{where}: its reply is not finite. {self.advice}".rstrip()
+            return f"{where}: its loss or its reply is not finite. {self.advice}".rstrip()
         return (
             f"{where}, local step {self.step}: training is no longer finite (loss {self.loss:.6g}, "
             f"weight {self.weight:.6g}). {self.advice}"

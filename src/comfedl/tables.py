@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 
 import numpy as np
 from rich.table import Table
 
 from comfedl.algorithms import ALGORITHMS
+from comfedl.algorithms.base import Algorithm
 from comfedl.compare import Cell, Comparison
 from comfedl.data.federated import FederatedData
 from comfedl.data.partition import PARTITIONS
 from comfedl.data.sources import SOURCES, is_cached
 from comfedl.models import MODELS
+from comfedl.outer import OUTERS
 from comfedl.result import Result
 
 
@@ -29,10 +33,18 @@ def _first_line(of: object) -> str:
 
 def algorithms() -> Table:
     """The methods, each with its paper, its objective and what it sends."""
-    table = _table("Algorithms", "name", "paper", "objective", "sends in a round, per participant")
+    table = _table("Algorithms", "name", "paper", "objective", "sends in a round, per participant", "its own arguments")
+    common = {field.name for field in dataclasses.fields(Algorithm)}
     for name, method in ALGORITHMS.items():
-        table.add_row(name, method.paper, method.goal, method.sends)
+        own = [field.name for field in dataclasses.fields(method) if field.name not in common]
+        table.add_row(name, method.paper, method.goal, method.sends, ", ".join(own))
+    table.caption = f"All take {', '.join(sorted(common))}."
     return table
+
+
+def outers() -> Table:
+    """The outer functions."""
+    return _described("Outer functions", OUTERS)
 
 
 def datasets() -> Table:
@@ -46,12 +58,10 @@ def datasets() -> Table:
     return table
 
 
-def _described(title: str, things: Mapping[str, Callable[..., object]]) -> Table:
+def _described(title: str, things: Mapping[str, Callable[..., object]], given: int = 0) -> Table:
     table = _table(title, "name", "what", "arguments")
     for name, thing in things.items():
-        import inspect
-
-        arguments = [str(p) for p in inspect.signature(thing).parameters.values() if p.name not in ("shape",)]
+        arguments = [str(parameter) for parameter in list(inspect.signature(thing).parameters.values())[given:]]
         table.add_row(name, _first_line(thing), ", ".join(arguments).replace("'", ""))
     return table
 
@@ -63,7 +73,7 @@ def partitions() -> Table:
 
 def models() -> Table:
     """The models."""
-    return _described("Models", MODELS)
+    return _described("Models", MODELS, given=2)
 
 
 def clients(fed: FederatedData) -> Table:
@@ -76,6 +86,10 @@ def clients(fed: FederatedData) -> Table:
     return table
 
 
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
 def show_result(result: Result, title: str) -> Table:
     """The last evaluated round of one run: every metric over the clients."""
     summary = result.summary()
@@ -83,9 +97,9 @@ def show_result(result: Result, title: str) -> Table:
     for split in ("train", "validation", "test"):
         for metric, numbers in summary.get(split, {}).items():
             table.add_row(
-                f"{split} {metric}", *(f"{numbers[name]:.4f}" for name in ("mean", "worst", "worst10", "std"))
+                f"{split} {metric}", *(_number(numbers[name]) for name in ("mean", "worst", "worst10", "std"))
             )
-    table.add_row("objective", f"{summary['objective']:.4f}")
+    table.add_row("objective", _number(summary["objective"]))
     return table
 
 

@@ -21,6 +21,7 @@ from comfedl.step import Batches, Diverged, Draw, Engine, Outcome, Replies, Step
 from comfedl.tree import Tree
 
 State = dict[str, Tree]
+SPLITS = ("train", "validation", "test")
 
 
 class Used(NamedTuple):
@@ -123,14 +124,26 @@ def descend(
 
 
 def blend(model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
-    """``w + sum_i r_i (w_i - w)``; buffers take the parameters' weights, counters their maximum."""
-    mixed = replies.weighted_sum(name, weights)
-    rest = 1 - float(weights.sum())
-    if abs(rest) < 1e-12:
-        moved: Model = mixed
-        return moved
-    kept: Model = tree.map(lambda new, old: new + rest * old if new.is_floating_point() else new, mixed, model)
-    return kept
+    """``w + sum_i r_i (w_i - w)``; buffers take the parameters' weights, counters their maximum.
+
+    Buffers are always a mean: where the weights add up to more than 1 they are scaled back for them, since a variance
+    beyond those that were seen may be negative.
+    """
+    mixed: Model = replies.weighted_sum(name, weights)
+    total = float(weights.sum())
+    if abs(1 - total) < 1e-12:
+        return mixed
+
+    def kept(new: Tensor, old: Tensor) -> Tensor:
+        return new + (1 - total) * old if new.is_floating_point() else new
+
+    def mean(new: Tensor, old: Tensor) -> Tensor:
+        return kept(new, old) if total < 1 or not new.is_floating_point() else new / total
+
+    return Model(
+        params=tree.map(kept, mixed["params"], model["params"]),
+        buffers=tree.map(mean, mixed["buffers"], model["buffers"]),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,11 +224,12 @@ class Algorithm(ABC):
         """The client steps by name."""
         personal = Draw("train", self.batch_size, self.adaptation[1], purpose="personal")
         value = {f"value {split}": Draw(split, self.loss_samples, bounded=True) for split in ("train", "outer")}
-        splits = {split: Draw(split) for split in ("train", "validation", "test")}
+        splits = {split: Draw(split) for split in SPLITS}
+        outer = {f"outer of {split}": Draw("outer", instead=split) for split in SPLITS[1:]}
         return {
             "train": Step(self.train, self.draws()),
-            "evaluate": Step(self.evaluate, {**splits, **value, "personal": personal}),
-            "personal": Step(self.give_personal, {"personal": personal}),
+            "evaluate": Step(self.evaluate, {**splits, **outer, **value, "personal": personal}, noise="personal"),
+            "personal": Step(self.give_personal, {"personal": personal}, noise="personal"),
         }
 
     def draws(self) -> dict[str, Draw]:
@@ -255,19 +269,23 @@ class Algorithm(ABC):
     def evaluate(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         """Loss and metrics of the global and the personal model on each split, and the objective's value."""
         objective, model = self.objective(learner), message["model"]
-        value = objective.value(model, batches["value train"][0], batches["value outer"][0])
         if learner.loss_function is None:  # the reader's own problem: its value is all there is to measure
-            held_out = [(split, data) for split in ("validation", "test") for data in batches[split]]
-            losses = {f"{split}.loss": objective.value(model, data, data) for split, data in held_out}
+            value = objective.value(model, batches["value train"][0], batches["value outer"][0])
+            losses = {
+                f"{split}.loss": objective.value(model, data, batches[f"outer of {split}"][0])
+                for split in SPLITS[1:]
+                for data in batches[split]
+            }
             return Outcome({"scores": {"train.loss": value, **losses}, "value": value})
-        personal = self.personal(learner, model, state, batches)
+        personal = self.personal(learner, model, state, batches)  # first, so that it sees the noise of its own step
         scores: dict[str, Tensor] = {}
-        for split in ("train", "validation", "test"):
+        for split in SPLITS:
             for data in batches[split]:
                 scores |= {f"{split}.{name}": score for name, score in learner.scores(model, data).items()}
                 if personal is not model:
                     own = learner.scores(personal, data)
                     scores |= {f"{split}.personal_{name}": score for name, score in own.items()}
+        value = objective.value(model, batches["value train"][0], batches["value outer"][0])
         return Outcome({"scores": scores, "value": value})
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from comfedl import checks
 from comfedl.algorithms.base import Algorithm, Round, State, Used, blend
+from comfedl.errors import ConfigError
 from comfedl.problem import Learner, LocalLoss
 from comfedl.step import Batches, Diverged, Draw, Outcome
 from comfedl.tree import Tree
@@ -48,7 +49,10 @@ class QFedAvg(Algorithm):
         model = state["model"]
         replies = here.ask("train", chosen, {"model": model})
         L = 1 / self.lr
-        log_f = torch.log(replies.numbers("loss") + 1e-10)
+        losses = replies.numbers("loss")
+        if self.q and bool((losses < 0).any()):
+            raise ConfigError(f"q-FedAvg needs a loss that is never negative, but one is {float(losses.min()):.4g}.")
+        log_f = torch.log(losses.clamp(min=0) + 1e-10)
         log_g = torch.log(replies.squared_distances(("model", "params"), model["params"])) + 2 * math.log(L)
         log_q = math.log(self.q) if self.q else -math.inf
         # h_k = q F_k^(q-1) ||g_k||^2 + L F_k^q, in the log domain: F_k^(q-1) has no bound as F_k goes to 0.
@@ -61,7 +65,7 @@ class QFedAvg(Algorithm):
         return (values ** (self.q + 1)).mean() / (self.q + 1)
 
     def explain(self, error: Diverged) -> str:
-        return "Use a smaller lr, fewer local_steps or a smaller q; and q-FedAvg needs a loss that is never negative."
+        return "Use a smaller lr, fewer local_steps or a smaller q."
 
     def draws(self) -> dict[str, Draw]:
         return {**super().draws(), "value": Draw("train", self.loss_samples, bounded=True)}

@@ -105,6 +105,8 @@ class FederatedData:
         """Take splits that are already flat (see ``Split``): nothing is copied."""
         self = cls.__new__(cls)
         self._splits = dict(splits)
+        for i in np.flatnonzero(self.train.sizes == 0):
+            raise DataError(f"Client {self.names[i]!r} has no samples in train; give it some, or leave it out.")
         for split, flat in self._splits.items():
             _check_finite(split, flat)
         self._check_shapes()
@@ -135,9 +137,9 @@ class FederatedData:
         """Each client's ``(x, y)`` of the second distribution."""
         return self._splits.get("outer")
 
-    def split(self, name: str) -> Split | None:
-        """A split by name; the outer data are the train data where no others were given."""
-        return self._splits.get(name, self._splits["train"] if name == "outer" else None)
+    def split(self, name: str, instead: str = "train") -> Split | None:
+        """A split by name; ``instead`` serves for the outer data where none were given."""
+        return self._splits.get(instead if name == "outer" and name not in self._splits else name)
 
     def to(self, dtype: torch.dtype, device: torch.device) -> FederatedData:
         """The same data with floating-point numbers in this dtype, on this device."""
@@ -168,6 +170,8 @@ class FederatedData:
 
 def _tensor(split: str, client: str, what: str, value: Any) -> Tensor:
     try:
+        if isinstance(value, np.ndarray) and (not value.flags.writeable or any(step < 0 for step in value.strides)):
+            value = value.copy()  # torch takes neither as it is
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(

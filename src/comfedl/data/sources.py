@@ -81,6 +81,7 @@ class Source:
         files: what is kept in the cache.
         ways: where the files can be had from, in the order in which they are tried.
         test_samples: rows of ``RawData.test_x``.
+        grouped: whether each row has its natural client.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Source:
     files: tuple[File, ...] = ()
     ways: tuple[Way, ...] = ()
     test_samples: int = 0
+    grouped: bool = False
 
 
 def is_cached(name: str) -> bool:
@@ -462,6 +464,7 @@ _ALL = (
         classes=7,
         download="PyPI seglearn 1.2.5 (11 MB), or the file in its repository (18 MB)",
         decode=_decode_watch,
+        grouped=True,
         files=(
             File(
                 "watch_dataset.npy",

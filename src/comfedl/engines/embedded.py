@@ -39,7 +39,7 @@ class Embedded(Engine):
         for i in dict.fromkeys(clients):
             # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
             with torch.random.fork_rng(devices=_devices(message)):
-                torch.manual_seed(rng.key(self._seed, f"{step}/torch", round, self.names[i]) >> 1)
+                torch.manual_seed(rng.key(self._seed, f"{named.noise or step}/torch", round, self.names[i]) >> 1)
                 state = self._states.get(i, self._initial)
                 outcome = named.run(self._learner, message, state, self._batches(step, named, i, round))
             check_finite(round, self.names[i], outcome)
@@ -49,10 +49,13 @@ class Embedded(Engine):
         return LocalReplies(clients, [replies[i] for i in clients])
 
     def _batches(self, step: str, named: Step, client: int, round: int) -> dict[str, Sequence[Batch]]:
-        return {name: self._draw(f"{step}/{name}", draw, client, round) for name, draw in named.draws.items()}
+        return {
+            name: self._draw(draw.purpose or f"{step}/{name}", draw, client, round)
+            for name, draw in named.draws.items()
+        }
 
     def _draw(self, purpose: str, draw: Draw, client: int, round: int) -> Sequence[Batch]:
-        split = self._data.split(draw.split)
+        split = self._data.split(draw.split, draw.instead)
         if split is None or not split.sizes[client]:
             return ()
         have = int(split.sizes[client])

@@ -1,0 +1,214 @@
+"""load(): splits that share nothing, held-out samples like the client's own, the watch's blocks of time."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+
+import comfedl as cf
+from comfedl.data import loading
+from comfedl.data.sources import RawData
+
+PARTITIONS = [
+    cf.partition.IID(clients=5),
+    cf.partition.Imbalanced(clients=6, large=500, small=20),
+    cf.partition.DominantClass(clients=10, rho=0.4),
+    cf.partition.Dirichlet(clients=6, alpha=0.3),
+    cf.partition.Shards(clients=8, classes=2),
+]
+
+
+def rows(split: cf.FederatedData | None) -> dict[str, list[int]]:
+    """Each client's rows of the data set."""
+    return {
+        name: split.rows[split.offsets[i] : split.offsets[i + 1]].tolist()
+        for i, name in enumerate(split.names)
+        if split.sizes[i]
+    }
+
+
+def shares(labels: torch.Tensor, classes: int = 10) -> np.ndarray:
+    counts = np.bincount(labels.numpy(), minlength=classes)
+    return counts / counts.sum()
+
+
+@pytest.mark.parametrize("partition", PARTITIONS, ids=lambda p: type(p).__name__)
+def test_no_sample_is_used_twice(partition: cf.partition.Partition) -> None:
+    fed = cf.load("digits", partition, seed=3)
+    parts = [part for split in (fed.train, fed.validation, fed.test) for part in rows(split).values()]
+    assert len(parts) == 3 * len(fed)
+    for one, other in combinations(parts, 2):
+        assert not set(one) & set(other)
+    used = np.concatenate(parts)
+    assert len(used) == len(set(used)) and used.min() >= 0 and used.max() < 1797
+
+
+@pytest.mark.parametrize("partition", PARTITIONS[2:], ids=lambda p: type(p).__name__)
+def test_held_out_samples_have_the_clients_own_labels(partition: cf.partition.Partition) -> None:
+    """In proportion, to within one sample a class; the same number for every client."""
+    fed = cf.load("digits", partition, seed=3)
+    for split in (fed.validation, fed.test):
+        (size,) = set(split.sizes.tolist())
+        for name in fed.names:
+            own, held = shares(fed.train[name][1]), shares(split[name][1])
+            assert np.abs(held - own).max() <= 1 / size + 1e-9, (name, size)
+            assert (own[held > 0] > 0).all()
+
+
+@pytest.mark.parametrize("partition", PARTITIONS[:2], ids=lambda p: type(p).__name__)
+def test_under_uniform_draws_held_out_samples_are_like_the_pool(partition: cf.partition.Partition) -> None:
+    """A client of twenty samples drawn from all is a small sample of all, not a distribution of its own."""
+    fed = cf.load("digits", partition, seed=3)
+    pool = shares(fed.train.y)
+    for split in (fed.validation, fed.test):
+        size = int(split.sizes[0])
+        for name in fed.names:
+            assert np.abs(shares(split[name][1]) - pool).max() <= 1 / size + 0.01
+
+
+def test_the_samples_are_those_of_the_data_set() -> None:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    fed = cf.load("digits", PARTITIONS[3], seed=3)
+    for split in (fed.train, fed.validation, fed.test):
+        for name, places in rows(split).items():
+            x, y = split[name]
+            assert x.shape[1:] == (1, 8, 8) and x.dtype == torch.float32 and y.dtype == torch.int64
+            np.testing.assert_allclose(x.flatten(1).numpy() * 16, images[places], atol=1e-5)
+            assert y.tolist() == labels[places].tolist()
+
+
+def test_a_seed_decides_the_split() -> None:
+    one, two, three = (cf.load("digits", PARTITIONS[3], seed=seed) for seed in (1, 1, 2))
+    for split in ("train", "validation", "test"):
+        assert rows(one.split(split)) == rows(two.split(split)) != rows(three.split(split))
+
+
+def test_the_shares_held_out() -> None:
+    fed = cf.load("digits", cf.partition.IID(clients=4), validation=0.3, test=0.0)
+    assert fed.test is None
+    assert abs(int(fed.validation.sizes.sum()) / 1797 - 0.3) < 0.02
+    assert abs(int(fed.train.sizes.sum()) / 1797 - 0.7) < 0.02
+    both = cf.load("digits", cf.partition.IID(clients=4), validation=0.25, test=0.5)
+    for split, share in (("train", 0.25), ("validation", 0.25), ("test", 0.5)):
+        assert abs(int(both.split(split).sizes.sum()) / 1797 - share) < 0.02, split
+    bare = cf.load("digits", cf.partition.IID(clients=4), validation=0, test=0)
+    assert bare.validation is None and bare.test is None and int(bare.train.sizes.sum()) == 1797
+
+
+def test_ten_equal_clients_by_default() -> None:
+    fed = cf.load("digits")
+    assert len(fed) == 10 and np.ptp(fed.train.sizes) <= 1
+
+
+def test_clients_are_in_the_order_of_their_names() -> None:
+    fed = cf.load("digits", cf.partition.IID(clients=12))
+    assert list(fed.names) == sorted(fed.names) and len(fed.names) == 12
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partition": "iid"},
+        {"validation": 1.0},
+        {"validation": -0.1},
+        {"test": "0.2"},
+        {"test": True},
+        {"validation": float("nan")},
+        {"validation": 0.5, "test": 0.5},
+    ],
+)
+def test_values_out_of_range(options: dict[str, object]) -> None:
+    with pytest.raises(cf.ConfigError):
+        cf.load("digits", **options)
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(cf.ComfedlError, match="digits"):
+        cf.load("digit")
+
+
+# Data sets with a test part of their own, and the watch; made up, so that nothing is fetched.
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, raw: RawData) -> None:
+    monkeypatch.setattr(loading, "read", lambda name, progress=False: raw)
+
+
+def with_test_part() -> RawData:
+    """Every sample says which row it is; those of the test part start at 1000."""
+    x = np.arange(300, dtype=np.float32)[:, None]
+    return RawData(x, np.arange(300) % 3, 3, test_x=1000 + x[:90], test_y=np.arange(90) % 3)
+
+
+def test_the_data_sets_own_test_part_is_the_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, with_test_part())
+    fed = cf.load("mnist", cf.partition.Dirichlet(clients=4, alpha=1.0), seed=1, test=0.2)
+    for name in fed.names:
+        assert float(fed.train[name][0].max()) < 1000 and float(fed.validation[name][0].max()) < 1000
+        x, y = fed.test[name]
+        assert float(x.min()) >= 1000
+        assert ((x[:, 0].long() - 1000) % 3).tolist() == y.tolist()
+        assert (fed.train[name][0][:, 0].long() % 3).tolist() == fed.train[name][1].tolist()
+    held = int(fed.validation.sizes.sum())
+    assert held <= 60 and int(fed.train.sizes.sum()) == 240
+    assert cf.load("mnist", test=0).test is None
+
+
+def watch() -> RawData:
+    """Three persons, two recordings each, five blocks of time a recording, four windows a block."""
+    people, blocks = np.repeat(["person-2", "person-0", "person-1"], 40), np.tile(np.repeat(np.arange(5), 4), 6)
+    x = np.arange(120, dtype=np.float32).reshape(120, 1, 1) * np.ones((1, 6, 5), dtype=np.float32)
+    return RawData(x, np.arange(120) % 4, 4, groups=people, blocks=blocks)
+
+
+def test_the_watch_is_cut_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks 0 to 2 train, 3 validates, 4 tests; a person's windows stay with the person."""
+    raw = watch()
+    pretend(monkeypatch, raw)
+    for partition in (None, cf.partition.Natural()):
+        fed = cf.load("watch", partition)
+        assert list(fed.names) == ["person-0", "person-1", "person-2"]
+        for split, blocks in (("train", {0, 1, 2}), ("validation", {3}), ("test", {4})):
+            for name in fed.names:
+                x, y = fed.split(split)[name]
+                places = x[:, 0, 0].long().numpy()
+                assert set(raw.blocks[places]) == blocks and set(raw.groups[places]) == {name}
+                assert (raw.y[places] == y.numpy()).all() and len(y) == 8 * len(blocks)
+
+
+def test_the_watch_under_another_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared out by label like any data set: nothing twice, the persons forgotten."""
+    pretend(monkeypatch, watch())
+    fed = cf.load("watch", cf.partition.IID(clients=3), seed=1)
+    seen = [x[:, 0, 0].long().tolist() for split in (fed.train, fed.validation, fed.test) for x, _ in split.values()]
+    flat = [place for places in seen for place in places]
+    assert list(fed.names) == ["client-0", "client-1", "client-2"] and len(flat) == len(set(flat))
+
+
+def test_natural_needs_groups() -> None:
+    with pytest.raises(cf.DataError, match="group"):
+        cf.load("digits", cf.partition.Natural())
+
+
+def test_a_person_without_early_recordings_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of one person's windows in the last block: nothing to train on, and the error says who."""
+    raw = watch()
+    blocks = np.where(raw.groups == "person-1", 4, raw.blocks)
+    pretend(monkeypatch, RawData(raw.x, raw.y, raw.classes, groups=raw.groups, blocks=blocks))
+    with pytest.raises(cf.DataError, match="person-1"):
+        cf.load("watch")
+
+
+def test_what_is_loaded_can_be_trained_on() -> None:
+    fed = cf.load("digits", PARTITIONS[3], seed=3)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    result = cf.fit(model, fed, cf.ComFedL(outer=cf.KL(0.2), lr=0.5), rounds=5)
+    first, last = result.rounds[0], result.rounds[-1]
+    assert last["objective"] < first["objective"]
+    for split in ("train", "validation", "test"):
+        assert last[f"{split}.loss.mean"] < first[f"{split}.loss.mean"]
