@@ -106,7 +106,7 @@ class FederatedData:
         self = cls.__new__(cls)
         self._splits = dict(splits)
         for i in np.flatnonzero(self.train.sizes == 0):
-            raise DataError(f"Client {self.names[i]!r} has no samples in train; give it some, or leave it out.")
+            raise DataError(f"Client {self.names[int(i)]!r} has no samples in train; give it some, or leave it out.")
         for split, flat in self._splits.items():
             _check_finite(split, flat)
         self._check_shapes()
