@@ -266,51 +266,44 @@ def vector(values: list[float]) -> Tensor:
 @quick
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=8), outers)
 def test_with_everybody_the_weights_are_the_outers(values: list[float], outer: Coupled) -> None:
-    found = partial_weights(outer, vector(values), list(range(len(values))))
+    found, _ = partial_weights(outer, vector(values), list(range(len(values))))
     np.testing.assert_allclose(found, outer.weights(vector(values)), rtol=1e-9, atol=1e-300)
 
 
 @quick
 @given(losses, outers, st.data())
 def test_partial_weights(values: list[float], outer: Coupled, data: st.DataObject) -> None:
-    """(k / m) r_i from those whose loss is known, scaled to 1 where they add up to more."""
+    """The outer's weights of the participants; for a softmax those of all, scaled; and those of all are recorded."""
     known = [i for i, value in enumerate(values) if not math.isnan(value)]
     if not known:
         return
     chosen = sorted(data.draw(st.sets(st.sampled_from(known), min_size=1)))
-    found = partial_weights(outer, vector(values), chosen)
-    r = outer.weights(vector([values[i] for i in known]))[[known.index(i) for i in chosen]]
-    ideal = r * len(known) / len(chosen)
-    assert bool((found >= 0).all()) and float(found.sum()) <= 1 + 1e-9
-    if float(ideal.sum()) <= 1:
-        np.testing.assert_allclose(found, ideal, rtol=1e-9, atol=1e-300)
-    else:
-        np.testing.assert_allclose(found, r / r.sum(), rtol=1e-9, atol=1e-300)
+    found, duals = partial_weights(outer, vector(values), chosen)
+    r = outer.weights(vector([values[i] for i in known]))
+    np.testing.assert_array_equal(duals[known], r)
+    assert float(duals.sum()) == pytest.approx(1) == float(found.sum())
+    np.testing.assert_allclose(found, outer.weights(vector([values[i] for i in chosen])), rtol=1e-12, atol=1e-300)
+    present = r[[known.index(i) for i in chosen]]
+    if isinstance(outer, cf.KL) and outer.cap is None and float(present.min()) > 1e-200:
+        np.testing.assert_allclose(found, present / present.sum(), rtol=1e-9)
 
 
 @quick
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=6), outers, st.integers(1, 3))
 def test_clients_never_seen_are_left_out(values: list[float], outer: Coupled, unseen: int) -> None:
     chosen = list(range(0, len(values), 2))
-    one = partial_weights(outer, vector(values), chosen)
-    other = partial_weights(outer, vector([*values, *[math.nan] * unseen]), chosen)
+    one, _ = partial_weights(outer, vector(values), chosen)
+    other, duals = partial_weights(outer, vector([*values, *[math.nan] * unseen]), chosen)
     assert torch.equal(one, other)
+    assert not bool(duals[len(values) :].any())
 
 
-def test_partial_weights_are_unbiased_until_they_are_bounded() -> None:
-    """The mean over all sets of m clients of (n / m) r_i is r_i; the bound can only lower it."""
-    values, outer = vector([0.3, 0.5, 0.4, 0.45, 0.9]), cf.KL(0.3)
-    r = outer.weights(values)
-    for m in (1, 2, 3, 4, 5):
-        sets = list(combinations(range(5), m))
-        mean, bounded = torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
-        for chosen in sets:
-            found = partial_weights(outer, values, list(chosen))
-            bounded[list(chosen)] += found / len(sets)
-            free = float(r[list(chosen)].sum()) * 5 / m <= 1
-            mean[list(chosen)] += (found if free else r[list(chosen)] * 5 / m) / len(sets)
-        torch.testing.assert_close(mean, r)
-        assert bool((bounded <= r + 1e-12).all())
+def test_a_liar_stays_within_its_cap_whoever_is_present() -> None:
+    values, outer = vector([1e6, 0.1, 5.0, 0.2, 0.15]), cf.KL(0.05, cap=1.5)
+    for m in (2, 3, 4, 5):
+        for chosen in combinations(range(5), m):
+            found, _ = partial_weights(outer, values, list(chosen))
+            assert float(found.max()) <= 1.5 / m + 1e-12
 
 
 def test_a_round_uses_the_last_known_losses() -> None:
@@ -322,8 +315,10 @@ def test_a_round_uses_the_last_known_losses() -> None:
     for number in range(1, 7):
         present = [name for name in "abcdef" if rows[number, name]["weight"] > 0]
         table |= {name: before[name] for name in present}
-        expected = partial_weights(cf.KL(0.5), vector(list(table.values())), ["abcdef".index(n) for n in present])
+        positions = ["abcdef".index(n) for n in present]
+        expected, duals = partial_weights(cf.KL(0.5), vector(list(table.values())), positions)
         assert [rows[number, name]["weight"] for name in present] == pytest.approx(expected.tolist(), abs=1e-9)
+        assert [rows[number, name]["dual"] for name in "abcdef"] == pytest.approx(duals.tolist(), abs=1e-9)
         before = {name: rows[number, name]["train.loss"] for name in "abcdef"}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev
+from torch.func import functional_call, grad, jacrev, jvp
 from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
@@ -164,6 +164,25 @@ def test_adapt_is_the_dense_product(norm: nn.Module | None, steps: int) -> None:
     first = gradient(Adapted(learner, cf.Adapt(0.3, steps, "first")), model, (X, Y), (X2, Y2))
     close(first.direction, grad(outer)(adapted(module, model["params"], steps, 0.3)))
     assert max(float((first.direction[n] - expected[n]).abs().max()) for n in expected) > 1e-3
+
+
+@pytest.mark.parametrize(("order", "tolerance"), [("exact", 1e-10), ("hessian-free", 1e-6)])
+def test_the_hessian_on_a_batch_of_its_own(order: str, tolerance: float) -> None:
+    """Per-FedAvg: (I - a H(w; D'')) grad f(w - a grad f(w; D); D'); the buffers still move on D."""
+    module = network(nn.BatchNorm1d(4))
+    model, third = parts(module), (normal(7, 3, seed=10), torch.arange(7) % 3)
+
+    def loss(params: Params, batch: Batch) -> Tensor:
+        return cross_entropy(functional_call(copy.deepcopy(module).train(), params, (batch[0],)), batch[1])
+
+    first, at = grad(loss)(model["params"], (X, Y)), model["params"]
+    v = grad(loss)({name: at[name] - 0.3 * first[name] for name in at}, (X2, Y2))
+    product = jvp(lambda p: grad(loss)(p, third), (at,), (v,))[1]
+    adapt = cf.Adapt(0.3, order=order, delta=1e-5, hessian_batch="own")
+    found = gradient(Adapted(Learner(module, cross_entropy), adapt), model, (X, Y), (X2, Y2), hessian_batch=third)
+    close(found.direction, {name: v[name] - 0.3 * product[name] for name in v}, tolerance)
+    module.train()(X)
+    close(found.buffers, dict(module.named_buffers()))
 
 
 @pytest.mark.parametrize("order", ["exact", "first", "hessian-free"])

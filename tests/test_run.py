@@ -64,7 +64,7 @@ def test_the_keys_of_a_rounds_row(three_clients: cf.FederatedData) -> None:
         for split in ("train", "validation")
         for metric in ("loss", "accuracy")
         for number in STATISTICS
-    } | {"round", "objective", "effective_clients", "participants", "up_bytes", "down_bytes"}
+    } | {"round", "objective", "effective_clients", "weights_kl", "participants", "up_bytes", "down_bytes"}
     assert documented <= set(row)
     assert all(key.split(".")[-1] in STATISTICS for key in set(row) - documented)
     assert not any(key.startswith("test.") for key in row)

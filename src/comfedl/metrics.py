@@ -43,6 +43,17 @@ def effective_clients(weights: Sequence[float]) -> float:
     return float(r.sum()) ** 2 / square if square else 0.0
 
 
+def divergence(weights: Sequence[float]) -> float:
+    """``sum_i r_i log(m r_i)``, the KL divergence of the m weights from uniform.
+
+    >>> divergence([0.5, 0.5])
+    0.0
+    """
+    r = np.asarray(weights, dtype=np.float64)
+    r = r[r > 0] / r.sum() if r.sum() > 0 else r[:0]
+    return float((r * np.log(len(weights) * r)).sum())
+
+
 def summarise_clients(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The summaries of every metric of every split, as ``"validation.accuracy.worst"`` and the like."""
     names = list(dict.fromkeys(name for score in scores for name in score))

@@ -111,9 +111,9 @@ class KL(Coupled):
         return capped_weights(values, self.gamma, self.cap)
 
     def objective(self, values: Tensor) -> Tensor:
-        if self.cap is None:
-            return log_mean_exp(values, self.gamma)
         r = self.weights(values)
+        if self.cap is None or bool((r < self.cap / len(r) * (1 - 1e-9)).all()):
+            return log_mean_exp(values, self.gamma)  # the cap does not bind
         return (r * values).sum() - self.gamma * torch.xlogy(r, len(values) * r).sum()
 
 

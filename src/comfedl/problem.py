@@ -16,7 +16,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypedDict
 
@@ -201,9 +201,10 @@ class Own:
         return value, pullback
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
-        # Both maps are the reader's: they get their data whole, since only they know whether they are means.
-        with torch.no_grad():
-            return self.composition.outer(self.composition.inner(model["params"], data), outer_data)
+        # Both maps are the reader's: they get their data whole, since only they know whether they are means, and no
+        # no_grad, since they may differentiate inside.
+        y = self.composition.inner(model["params"], data)
+        return self.composition.outer(y, outer_data).detach()
 
 
 ORDERS = ("exact", "first", "hessian-free")
@@ -294,7 +295,8 @@ class Adapted:
         return value, pullback
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
-        adapted = Model(params=self.inner(model, data)[0], buffers=model["buffers"])
+        value_only = replace(self, adapt=replace(self.adapt, order="first"))  # no second derivative is needed
+        adapted = Model(params=value_only.inner(model, data)[0], buffers=model["buffers"])
         return LocalLoss(self.learner).value(adapted, outer_data, outer_data)
 
 

@@ -51,7 +51,8 @@ def fit(
         algorithm: the method, with its hyper-parameters.
         rounds: how many rounds of communication.
         seed: the same seed gives the same run, to the bit.
-        loss: "cross_entropy", or a function (output, y) -> mean loss of the batch.
+        loss: "cross_entropy", or a function (output, y) -> mean loss of the batch; a problem of the reader's own brings
+            its own and does not use it.
         clients_per_round: how many clients take part in a round, drawn uniformly; None is all of them.
         eval_every: evaluate all clients after every so many rounds, and after the last.
         engine: where the clients live.
@@ -162,6 +163,7 @@ class _Run:
             **metrics.summarise_clients(scores),
             "objective": float(self.algorithm.combined(replies.numbers("value"), sizes)),
             "effective_clients": metrics.effective_clients(list(weights.values())),
+            "weights_kl": metrics.divergence(list(weights.values())),
             "participants": len(weights),
             "up_bytes": self.traffic.up_bytes,
             "down_bytes": self.traffic.down_bytes,
@@ -233,6 +235,7 @@ def _learner(
         function, scores = loss, {}
     else:
         raise ConfigError(f"loss is {loss!r}, but it must be one of {', '.join(LOSSES)}, or a function (output, y).")
+    own = getattr(algorithm, "problem", None) is not None
     if isinstance(model, nn.Module):
         parameters = {name: (part.requires_grad, part.detach().clone()) for name, part in model.named_parameters()}
         frozen = {name: part for name, (trained, part) in parameters.items() if not trained}
@@ -240,12 +243,12 @@ def _learner(
             params={name: part for name, (trained, part) in parameters.items() if trained},
             buffers={name: part.detach().clone() for name, part in model.named_buffers()},
         )
-        learner = Learner(model, function, scores)
+        learner = Learner() if own else Learner(model, function, scores)
     elif isinstance(model, Mapping):
         for name, part in model.items():
             if not isinstance(part, Tensor) or not part.is_floating_point():
                 raise ConfigError(f"The model's {name!r} is {part!r}, but it must be a tensor of real numbers.")
-        if getattr(algorithm, "problem", None) is None:
+        if not own:
             raise ConfigError(
                 "The model is a dict of tensors, which says nothing of how to apply it; "
                 "use ComFedL(problem=Composition(inner, outer)), or give an nn.Module."

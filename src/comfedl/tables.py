@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from comfedl.algorithms import ALGORITHMS
@@ -82,7 +83,7 @@ def clients(fed: FederatedData) -> Table:
     for i, name in enumerate(fed.names):
         sizes = ["-" if split is None else str(split.sizes[i]) for split in (fed.train, fed.validation, fed.test)]
         labels, counts = np.unique(fed.train.whole(i)[1].numpy(), return_counts=True)
-        table.add_row(name, *sizes, "  ".join(f"{label}:{n}" for label, n in zip(labels, counts, strict=True)))
+        table.add_row(escape(name), *sizes, "  ".join(f"{label}:{n}" for label, n in zip(labels, counts, strict=True)))
     return table
 
 
@@ -127,7 +128,7 @@ def show_comparison(comparison: Comparison) -> tuple[Table, str]:
     table = _table(title, "method", *columns)
     for method in comparison.rows:
         cells = [column.get(method) for column in columns.values()]
-        table.add_row(method, *("-" if cell is None else _cell(cell) for cell in cells))
+        table.add_row(escape(method), *("-" if cell is None else _cell(cell) for cell in cells))
     return table, _noise(columns, seeds)
 
 

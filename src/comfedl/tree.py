@@ -19,7 +19,7 @@ def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
         return {name: map(fn, *(tree[name] for tree in trees)) for name in first}
     if isinstance(first, tuple | list):
         parts = [map(fn, *parts) for parts in zip(*trees, strict=True)]
-        return type(first)(parts)
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     return fn(*trees)
 
 

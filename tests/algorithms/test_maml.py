@@ -413,13 +413,14 @@ def test_the_common_arguments_reach_the_method() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("make", [cf.FedMAML, cf.TRMAML, cf.DAMAML])
-def test_running_statistics_are_those_of_the_batch_at_w(make: Any, order: str) -> None:
-    """One step from the same model: mean and count as FedAvg's, whatever the order."""
+def test_running_statistics_are_those_of_the_batch_at_w(make: Any, steps: int, order: str) -> None:
+    """One step from the same model: mean and count as FedAvg's, whatever the order, however far it adapts."""
     options = {**FULL, "local_steps": 1}
     plain = cf.fit(Normed(), batchable(), cf.FedAvg(weighting="uniform", **options), rounds=1)
     extra = {"gamma": 1e9} if make is cf.DAMAML else {}
-    found = cf.fit(Normed(), batchable(), make(ALPHA, order=order, **extra, **options), rounds=1)
+    found = cf.fit(Normed(), batchable(), make(ALPHA, order=order, adapt_steps=steps, **extra, **options), rounds=1)
     for name, buffer in plain.buffers.items():
         torch.testing.assert_close(found.buffers[name], buffer, rtol=0, atol=1e-8)
     assert int(found.buffers["layers.1.num_batches_tracked"]) == 1

@@ -259,12 +259,23 @@ def test_the_readers_model_and_data_are_not_changed() -> None:
 
 
 def test_frozen_parameters_stay() -> None:
-    """A reader who freezes a part of the model means it."""
-    module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double()
+    """A reader who freezes a part of the model means it: it is used, but neither trained nor sent."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     module[0].requires_grad_(False)
-    result = run(module)
-    assert torch.equal(result.params.get("0.weight", module[0].weight), module[0].weight)
-    assert not torch.equal(result.params["1.weight"], module[1].weight)
+    data = {"a": clients()["a"]}
+    result = run(module, cf.FedAvg(lr=0.2, local_steps=3, batch_size=None), data=data, rounds=2)
+    expected = copy.deepcopy(module)
+    optimiser = torch.optim.SGD(expected[2].parameters(), lr=0.2)
+    for _ in range(6):
+        optimiser.zero_grad()
+        cross_entropy(expected(data["a"][0]), data["a"][1]).backward()
+        optimiser.step()
+    assert set(result.params) == set(module.state_dict())
+    for name, part in expected.state_dict().items():
+        torch.testing.assert_close(result.params[name], part, rtol=0, atol=1e-10)
+    assert set(result.personal("a")) == set(result.params)
+    assert result.traffic["up_bytes"] == 2 * 18 * 8
 
 
 def test_tied_parameters_stay_tied() -> None:

@@ -76,11 +76,11 @@ class ComFedL(Algorithm):
         replies = here.ask("train", chosen, {"model": state["model"]})
         if isinstance(self.g, Coupled):
             losses = state["losses"].index_put((torch.tensor(chosen),), replies.numbers("loss"))
-            weights = partial_weights(self.g, losses, chosen)
+            weights, duals = partial_weights(self.g, losses, chosen)
             state = {**state, "losses": losses}
         else:
-            weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64)
-        return {**state, "model": blend(state["model"], replies, weights)}, Used(chosen, weights)
+            weights, duals = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64), None
+        return {**state, "model": blend(state["model"], replies, weights)}, Used(chosen, weights, duals)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return self.g.objective(values)
@@ -121,15 +121,14 @@ class ComFedL(Algorithm):
         return Outcome(reply, watched=trained.watched)
 
 
-def partial_weights(outer: Coupled, losses: Tensor, chosen: list[int]) -> Tensor:
-    """The weights of the clients that took part, from the last known losses of all.
+def partial_weights(outer: Coupled, losses: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
+    """The weights of the clients that took part among themselves, and of all known clients, for the records.
 
-    Over all k clients whose loss is known, r are the outer's weights. With m of them present, ``(k / m) r_i`` is an
-    unbiased stand-in for the sum over all; where those add up to more than 1 they are scaled to 1, so that a round
-    never goes past the mixture of what its clients found. With everybody present they are r itself.
+    For a softmax the first are the second scaled to add up to 1, and a cap or a quantile holds among the participants.
+    Scaling the second by ``n / m`` instead would be unbiased, but it stops training: losses that are not seen again stay
+    high while the model gets better, and the participants are left with nothing.
     """
     known = ~losses.isnan()
-    r = torch.zeros_like(losses)
-    r[known] = outer.weights(losses[known])
-    present = r[chosen]
-    return present * min(int(known.sum()) / len(chosen), 1 / max(float(present.sum()), 1e-300))
+    everybody = torch.zeros_like(losses)
+    everybody[known] = outer.weights(losses[known])
+    return outer.weights(losses[chosen]), everybody

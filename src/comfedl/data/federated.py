@@ -186,9 +186,10 @@ def _tensor(split: str, client: str, what: str, value: Any) -> Tensor:
 
 
 def _pair(split: str, client: str, value: Any) -> Batch:
-    if isinstance(value, tuple | list) and len(value) == 2:
+    pair = isinstance(value, tuple) or (isinstance(value, list) and any(hasattr(part, "shape") for part in value))
+    if pair and len(value) == 2:
         x, y = (_tensor(split, client, what, part) for what, part in zip("xy", value, strict=True))
-    elif isinstance(value, tuple | list):
+    elif pair:
         raise DataError(f"Client {client!r} in {split} is a {type(value).__name__} of {len(value)}; give (x, y).")
     else:
         x = _tensor(split, client, "x", value)

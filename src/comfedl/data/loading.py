@@ -50,6 +50,7 @@ def load(
     chosen = partition or (partitions.IID(clients=10) if raw.groups is None else partitions.Natural())
     if isinstance(chosen, partitions.Natural) and raw.blocks is not None:
         parts = _by_time(raw, chosen, seed)
+        parts = {split: rows for split, rows in parts.items() if {"validation": validation, "test": test}.get(split, 1)}
     else:
         parts = _by_label(raw, chosen, seed, validation, test)
     return _gather(raw, parts)
