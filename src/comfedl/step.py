@@ -134,3 +134,11 @@ class Engine(ABC):
 
         A client that is named twice does the step once, and its reply counts twice.
         """
+
+    @abstractmethod
+    def states(self) -> dict[int, Tree]:
+        """What each client keeps, for those that have changed it since the start."""
+
+    @abstractmethod
+    def restore(self, states: Mapping[int, Tree]) -> None:
+        """Put back what ``states`` gave."""

@@ -174,6 +174,25 @@ def test_asking_for_a_personal_model_changes_nothing() -> None:
     assert all(torch.equal(part, again[key]) for key, part in first.items())
 
 
+def test_personal_models_that_diverge_are_found_when_they_do_and_lam_is_named() -> None:
+    """lr * lam = 3 is past the stable 2: the personal models grow without bound while the global one is well.
+
+    The error names the round in which it happened, whether or not anybody was looking.
+    """
+    errors = []
+    for every in (1, 40):
+        with pytest.raises(cf.Diverged, match="lam") as error:
+            cf.fit(
+                linear().float(),
+                cf.FederatedData(train_data()),
+                cf.Ditto(lam=30.0, lr=0.1),
+                rounds=40,
+                eval_every=every,
+            )
+        errors.append(error.value.round)
+    assert errors[0] == errors[1] < 40
+
+
 def test_a_negative_lam_is_refused() -> None:
     with pytest.raises(cf.ConfigError, match="lam"):
         cf.Ditto(lam=-0.1)

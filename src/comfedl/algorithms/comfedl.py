@@ -125,8 +125,8 @@ def partial_weights(outer: Coupled, losses: Tensor, chosen: list[int]) -> tuple[
     """The weights of the clients that took part among themselves, and of all known clients, for the records.
 
     For a softmax the first are the second scaled to add up to 1, and a cap or a quantile holds among the participants.
-    Scaling the second by ``n / m`` instead would be unbiased, but it stops training: losses that are not seen again stay
-    high while the model gets better, and the participants are left with nothing.
+    Scaling the second by ``n / m`` instead would be unbiased, but it stops training: losses that are not seen again
+    stay high while the model gets better, and the participants are left with nothing.
     """
     known = ~losses.isnan()
     everybody = torch.zeros_like(losses)

@@ -33,6 +33,12 @@ class Embedded(Engine):
         with _threads_for(message):
             return self._run(step, clients, message, round)
 
+    def states(self) -> dict[int, Tree]:
+        return dict(self._states)
+
+    def restore(self, states: Mapping[int, Tree]) -> None:
+        self._states = dict(states)
+
     def _run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
         named = self._steps[step]
         replies: dict[int, dict[str, Tree]] = {}
