@@ -183,9 +183,12 @@ def test_control_c_in_the_middle_of_a_run(here: Path, comfedl_: Run) -> None:
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=20)
     assert running.returncode == 130
-    assert content(here) == before
+    assert content(here) != before
     assert "Traceback" not in err and out == ""
-    assert "interrupted" in err.lower()
+    assert "interrupted" in err and "--resume" in err
+    # The round it was in has been finished and kept, and the run that it replaces is gone for good.
+    assert list((here / "run" / "checkpoint").glob("round-*"))
+    assert not list((here / "run").glob(".*"))
 
 
 def test_the_demo(here: Path) -> None:
@@ -668,3 +671,21 @@ def test_the_version(comfedl_: Run) -> None:
 def test_every_command_has_help(comfedl_: Run, command: list[str]) -> None:
     done = comfedl_(*command, "--help")
     assert done.code == 0 and "Usage" in done.out
+
+
+def test_a_killed_run_goes_on_from_the_command_line(here: Path, comfedl_: Run) -> None:
+    """SIGKILL in the middle, then --resume: the files of a run that was never stopped."""
+    slow = changes("rounds=400", "eval_every=10", "checkpoint_every=5")
+    command = [sys.executable, "-m", "comfedl", "run", "run.toml", "--out", "cut", *slow]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        deadline = time.monotonic() + 60
+        while not list((here / "cut" / "checkpoint").glob("round-*")):
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        running.kill()
+        running.communicate()
+    comfedl_("run", "run.toml", "--out", "cut", *slow).refused("already holds a run", "--resume", "--force")
+    assert comfedl_("run", "run.toml", "--out", "cut", "--resume", *slow).code == 0
+    assert comfedl_("run", "run.toml", "--out", "whole", *slow).code == 0
+    for name in ("rounds.jsonl", "clients.jsonl", "model.safetensors", "config.toml"):
+        assert (here / "cut" / name).read_bytes() == (here / "whole" / name).read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from comfedl.checkpoint import Snapshot
 from comfedl.metrics import Row
 from comfedl.result import Result
 
@@ -14,6 +15,9 @@ class Callback:
 
     def round_done(self, number: int) -> None:
         """A round has ended (and has been evaluated, where it was its turn)."""
+
+    def settled(self, snapshot: Snapshot) -> None:
+        """The same moment, with all that is needed to go on from here."""
 
     def evaluated(self, row: Row, clients: list[Row]) -> None:
         """All clients have been evaluated: the round's row, and one row a client."""

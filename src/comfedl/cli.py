@@ -38,7 +38,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
         if code == 130:
-            typer.echo("interrupted", err=True)
+            typer.echo("interrupted; a run that has written a checkpoint goes on with --resume", err=True)
         sys.exit(code)
     except ComfedlError as error:
         typer.echo(f"error: {error}", err=True)
@@ -76,6 +76,7 @@ def run(
     set: Changes = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder (default: runs/NAME-OF-CONFIG).")] = None,
     force: Force = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that the folder holds.")] = False,
 ) -> None:
     """Train as a config says and write the run's folder."""
     from comfedl.config import read_config, run_config
@@ -84,10 +85,10 @@ def run(
 
     parsed = read_config(config, set or ())
     folder = out or Path("runs") / config.stem
-    if os.path.exists(folder / "config.toml") and (folder / "config.toml").samefile(config):
+    if not resume and os.path.exists(folder / "config.toml") and (folder / "config.toml").samefile(config):
         raise ConfigError(f"{config} lies in the folder that the run would be written to; give another --out.")
-    check_free(folder, force)
-    result = run_config(parsed, out=folder, force=force, progress=True)
+    check_free(folder, force, resume)
+    result = run_config(parsed, out=folder, force=force, resume=resume, progress=True)
     _print(show_result(result, parsed.algorithm.name))
     typer.echo(f"Written to {folder}")
 

@@ -82,7 +82,7 @@ def _cells(values: Mapping[str, np.ndarray], sign: int) -> dict[str, Cell]:
     cells = {}
     for name, numbers in values.items():
         gap, noise = abs((values[best] - numbers).mean()), 2 * _standard_error(values[best] - numbers)
-        close = name != best and len(numbers) > 1 and gap <= noise
+        close = bool(name != best and len(numbers) > 1 and gap <= noise)
         cells[name] = Cell(float(numbers.mean()), _standard_error(numbers), name == best, close)
     return cells
 

@@ -24,6 +24,8 @@ from comfedl.result import Result
 from comfedl.run import check_loop, fit
 from comfedl.settings import describe
 
+LOOP = ("rounds", "seed", "clients_per_round", "eval_every", "checkpoint_every", "engine")
+
 
 class _Table(BaseModel):
     """A table whose other keys are the arguments of what it names."""
@@ -78,6 +80,7 @@ class Config(BaseModel):
     seed: int = 0
     clients_per_round: int | None = None
     eval_every: int = 1
+    checkpoint_every: int | None = None
     engine: str = "embedded"
     data: DataTable
     model: _Table = _Table(name="logistic")
@@ -118,7 +121,7 @@ class Config(BaseModel):
         """Build what needs no data, so that a mistake is found before anything is fetched."""
         self.make_algorithm()
         self.data.make_partition()
-        check_loop(self.rounds, self.seed, self.clients_per_round, self.eval_every, self.engine)
+        check_loop(**{name: getattr(self, name) for name in LOOP})
         if self.data.seed is not None:
             checks.at_least("data.seed", self.data.seed, 0)
         try:
@@ -132,7 +135,7 @@ class Config(BaseModel):
         # What names the reader's own code stays as it was written.
         written = {key: value for key, value in self.algorithm.arguments.items() if isinstance(value, str)}
         return {
-            **self.model_dump(include={"rounds", "seed", "clients_per_round", "eval_every", "engine"}),
+            **self.model_dump(include=set(LOOP)),
             "data": self.data.resolved(),
             "model": {"name": self.model.name, **defaults(self._model_function(), given=2), **self.model.arguments},
             "algorithm": {"name": self.algorithm.name, **algorithm, **written},
@@ -182,6 +185,7 @@ def run_config(
     config: Config,
     out: Path | None = None,
     force: bool = False,
+    resume: bool = False,
     progress: bool = False,
     callbacks: Sequence[Callback] = (),
     fed: FederatedData | None = None,
@@ -192,13 +196,10 @@ def run_config(
         config.make_model(fed),
         fed,
         config.make_algorithm(),
-        rounds=config.rounds,
-        seed=config.seed,
-        clients_per_round=config.clients_per_round,
-        eval_every=config.eval_every,
-        engine=config.engine,
+        **{name: getattr(config, name) for name in LOOP},
         out=out,
         force=force,
+        resume=resume,
         progress=progress,
         callbacks=callbacks,
         settings=config.resolved(),

@@ -1,4 +1,4 @@
-"""A run's folder: config.toml, rounds.jsonl, clients.jsonl, summary.json, model.safetensors and personal/."""
+"""A run's folder: config.toml, rounds.jsonl, clients.jsonl, summary.json, model.safetensors, personal/, checkpoint/."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import tempfile
+import threading
+import time
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
 
+import torch
 from safetensors.torch import save
 
+from comfedl import checkpoint
 from comfedl.callbacks import Callback
-from comfedl.errors import RunFolderError
+from comfedl.checkpoint import Snapshot
+from comfedl.errors import ConfigError, DataError, RunFolderError
 from comfedl.metrics import Row
 from comfedl.problem import Model
 from comfedl.result import Result
 from comfedl.settings import to_toml
+from comfedl.step import Diverged
 
 # What a run writes. A folder that holds any of these is not free, since they would be replaced.
 FILES = ("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint")
@@ -29,11 +37,14 @@ RECORDS = ("rounds.jsonl", "clients.jsonl")
 # With more clients than this their personal models are not written; ``Result.personal`` gives each when asked.
 MOST_PERSONAL = 1000
 
+# Without ``checkpoint_every``, a checkpoint is written about every so many seconds of work.
+SECONDS = 30.0
+
 
 def file_name(client: str) -> str:
     """A client's name as the name of a file: what a file system may not like is percent-encoded, and a long one cut."""
     safe = quote(client, safe=" +=@,")
-    safe = safe.replace(".", "%2E") if safe.strip(".") == "" or safe.startswith(".") else safe
+    safe = safe.replace(".", "%2E") if safe.startswith(".") else safe
     if len(safe) <= 200:
         return safe
     return (
@@ -75,43 +86,87 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_free(path: Path, force: bool) -> None:
+def check_free(path: Path, force: bool, resume: bool = False) -> None:
     """Refuse a folder that already holds a run, or files that a run would replace, unless it may be."""
     with _readable(path):
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"{path} is a file, not a folder; give another --out.")
         there = [name for name in FILES if (path / name).exists()]
-    if there and not force:
+    if there and not force and not resume:
         raise RunFolderError(
-            f"{path} already holds a run ({', '.join(there)}); give another folder, or force (--force) to replace it."
+            f"{path} already holds a run ({', '.join(there)}); give another folder, go on with it (--resume), or "
+            "replace it (--force)."
         )
 
 
 class RunFolder(Callback):
-    """Writes a run as it goes. A run that fails leaves nothing of its own; one that it was to replace comes back."""
+    """Writes a run as it goes, with checkpoints, and reads it back to go on.
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], force: bool = False) -> None:
-        check_free(path, force)
-        self.path, self._settings = path, settings
+    A run that fails before its first checkpoint, or because training left the finite numbers, leaves nothing of its
+    own, and one that it was to replace comes back. One that was interrupted or could not write on keeps its checkpoint.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        force: bool = False,
+        resume: bool = False,
+        fingerprint: str = "",
+        checkpoint_every: int | None = None,
+    ) -> None:
+        if force and resume:
+            raise ConfigError("force and resume are both given; one replaces the run and the other goes on with it.")
+        check_free(path, force, resume)
+        self.path, self._settings, self._fingerprint = path, settings, fingerprint
+        self._every, self._resumed = checkpoint_every, resume and (path / "config.toml").exists()
         self._streams: dict[str, IO[str]] = {}
         self._made: list[Path] = []
         self._aside: Path | None = None
+        self._lock: IO[str] | None = None
         self._begun = self._moved = self._done = False
+        self._saved_round = 0
+        self._stop: int | None = None
+        self._handlers: dict[int, Any] = {}
+
+    # Going on.
+
+    def load(self, device: torch.device) -> tuple[Snapshot | None, list[Row], list[Row]]:
+        """The last checkpoint and the records up to it; nothing where the run has not got that far."""
+        if not self._resumed:
+            return None, [], []
+        with _readable(self.path):
+            self._take_lock()
+            written = (self.path / "config.toml").read_text(encoding="utf-8")
+            if written != to_toml(self._settings):
+                raise RunFolderError(
+                    f"{self.path} holds a run with another config ({_difference(written, self._settings)})"
+                    "; resume it with its own, or start anew with --force."
+                )
+            saved = checkpoint.read(self.path / "checkpoint", self._fingerprint, device)
+            sizes = dict.fromkeys(RECORDS, 0) if saved is None else saved.records
+            for name in RECORDS:
+                _cut(self.path / name, sizes[name])
+            rows, client_rows = (_rows(self.path / name) for name in RECORDS)
+        if saved is not None:
+            self._saved_round = saved.snapshot.round
+        return (None if saved is None else saved.snapshot), rows, client_rows
+
+    # Writing.
 
     def started(self) -> None:
         with _readable(self.path):
             self._begun = True
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
-            old = [name for name in FILES if (self.path / name).exists()]
-            if old:
-                self._aside = Path(tempfile.mkdtemp(dir=self.path, prefix=".replaced-"))
-                for name in old:
-                    os.replace(self.path / name, self._aside / name)
-            self._moved = True
-            write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
+            self._take_lock()
+            if not self._resumed:
+                self._move_aside()
+                write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
             for name in RECORDS:
-                self._streams[name] = (self.path / name).open("w", encoding="utf-8")
+                self._streams[name] = (self.path / name).open("a" if self._resumed else "w", encoding="utf-8")
+        self._catch_signals()
+        self._saved_at = time.monotonic()
 
     def evaluated(self, row: Row, clients: list[Row]) -> None:
         with _readable(self.path):
@@ -119,13 +174,28 @@ class RunFolder(Callback):
                 self._streams[name].writelines(json.dumps(each) + "\n" for each in rows)
                 self._streams[name].flush()
 
+    def settled(self, snapshot: Snapshot) -> None:
+        due = time.monotonic() - self._saved_at >= SECONDS if self._every is None else snapshot.round % self._every == 0
+        if due or self._stop is not None:
+            self._save(snapshot)
+        if self._stop is not None:
+            raise KeyboardInterrupt(f"stopped by {signal.Signals(self._stop).name} after round {snapshot.round}")
+
+    def _save(self, snapshot: Snapshot) -> None:
+        with _readable(self.path):
+            for stream in self._streams.values():
+                os.fsync(stream.fileno())
+            records = {name: os.fstat(stream.fileno()).st_size for name, stream in self._streams.items()}
+            checkpoint.write(self.path / "checkpoint", snapshot, records, self._fingerprint)
+        self._saved_at, self._saved_round = time.monotonic(), snapshot.round
+
     def finished(self, result: Result) -> None:
         with _readable(self.path):
             self._close()
             whole = Model(params=result.params, buffers=result.buffers)
             write_atomic(self.path / "model.safetensors", model_bytes(whole))
             if len(result.names) <= MOST_PERSONAL:
-                (self.path / "personal").mkdir()
+                (self.path / "personal").mkdir(exist_ok=True)
                 for name in result.names:
                     file = self.path / "personal" / f"{file_name(name)}.safetensors"
                     write_atomic(file, model_bytes(result.personal_model(name)))
@@ -133,14 +203,26 @@ class RunFolder(Callback):
             self._done = True
             if self._aside is not None:
                 shutil.rmtree(self._aside)
+        self._release()
 
     def failed(self, error: BaseException) -> None:
-        if not self._begun or self._done:
-            return
         with contextlib.suppress(OSError):
             self._close()
+        try:
+            if self._begun and not self._done:
+                self._clean(error)
+        finally:
+            self._release()
+        self._remove_made()
+
+    def _clean(self, error: BaseException) -> None:
+        """Leave the last checkpoint where the run can go on from it, and otherwise what was there before."""
+        useless = isinstance(error, Diverged | ConfigError | DataError)
+        if self._resumed or (self._saved_round and not useless):
+            if self._aside is not None:
+                shutil.rmtree(self._aside)
+            return
         if not os.path.isdir(self.path):
-            self._remove_made()
             return
         for name in FILES if self._moved else ():  # until the old run was out of the way, these are its files
             target = self.path / name
@@ -149,7 +231,17 @@ class RunFolder(Callback):
             for kept in self._aside.iterdir():
                 os.replace(kept, self.path / kept.name)
             self._aside.rmdir()
-        self._remove_made()
+
+    # Small parts.
+
+    def _move_aside(self) -> None:
+        """Put a run that is to be replaced out of the way, until this one has ended well."""
+        old = [name for name in FILES if (self.path / name).exists()]
+        if old:
+            self._aside = Path(tempfile.mkdtemp(dir=self.path, prefix=".replaced-"))
+            for name in old:
+                os.replace(self.path / name, self._aside / name)
+        self._moved = True
 
     def _remove_made(self) -> None:
         """Take away the folders that this run made, where nothing else is in them."""
@@ -162,3 +254,67 @@ class RunFolder(Callback):
         with contextlib.ExitStack() as stack:
             for stream in self._streams.values():
                 stack.callback(stream.close)
+
+    def _take_lock(self) -> None:
+        """Keep other runs out of the folder; the system lets go of the lock when the process ends, however it ends."""
+        if self._lock is not None or fcntl is None:
+            return
+        lock = (self.path / ".lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise RunFolderError(
+                f"{self.path} is being written by another run; wait for it, or give another --out."
+            ) from None
+        self._lock = lock
+
+    def _release(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                (self.path / ".lock").unlink()
+            self._lock.close()
+            self._lock = None
+
+    def _catch_signals(self) -> None:
+        """On SIGINT and SIGTERM finish the round and write a checkpoint; on the second one stop at once."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def stop(number: int, frame: types.FrameType | None) -> None:
+            if self._stop is not None:
+                raise KeyboardInterrupt
+            self._stop = number
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, stop)
+
+
+def _cut(path: Path, size: int) -> None:
+    """Cut a file of records back to what a checkpoint knows."""
+    with path.open("ab") as file:
+        if file.tell() < size:
+            raise RunFolderError(f"{path} is shorter than its checkpoint says; start the run anew with --force.")
+        file.truncate(size)
+
+
+def _rows(path: Path) -> list[Row]:
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def _difference(written: str, settings: Mapping[str, Any]) -> str:
+    """The first line in which two configs differ."""
+    there, here = written.splitlines(), to_toml(settings).splitlines()
+    pairs = [(a, b) for a, b in zip(there, here, strict=False) if a != b]
+    first = pairs[0] if pairs else (f"{len(there)} lines", f"{len(here)} lines")
+    return f"{first[0]} there, {first[1]} here"
+
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock: there the folder is not locked
+    fcntl = None  # type: ignore[assignment]

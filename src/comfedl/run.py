@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from comfedl import checks, metrics
+from comfedl import checks, metrics, tree
 from comfedl.algorithms.base import Algorithm, Round, State, Traffic, Used
 from comfedl.callbacks import Callback
+from comfedl.checkpoint import Snapshot, fingerprint
 from comfedl.data.federated import FederatedData
 from comfedl.engines import ENGINES, make_engine
 from comfedl.errors import ConfigError, DataError
@@ -35,6 +37,7 @@ def fit(
     loss: str | LossFunction = "cross_entropy",
     clients_per_round: int | None = None,
     eval_every: int = 1,
+    checkpoint_every: int | None = None,
     engine: str = "embedded",
     out: str | Path | None = None,
     resume: bool = False,
@@ -55,9 +58,10 @@ def fit(
             its own and does not use it.
         clients_per_round: how many clients take part in a round, drawn uniformly; None is all of them.
         eval_every: evaluate all clients after every so many rounds, and after the last.
+        checkpoint_every: write a checkpoint to ``out`` after every so many rounds; None is about every 30 seconds.
         engine: where the clients live.
         out: a folder to write the run to.
-        resume: go on from a run's checkpoint; this version writes none yet, so it must be false.
+        resume: go on with the run that ``out`` holds, from its last checkpoint: the result is the same, to the bit.
         progress: show a progress bar.
         force: replace a run that ``out`` already holds.
         callbacks: what else hangs on the loop.
@@ -69,9 +73,9 @@ def fit(
         Diverged: training left the finite numbers.
     """
     started = time.perf_counter()
-    if resume:
-        raise ConfigError("resume is given, but this version writes no checkpoints to go on from; start the run anew.")
-    check_loop(rounds, seed, clients_per_round, eval_every, engine)
+    check_loop(rounds, seed, clients_per_round, eval_every, checkpoint_every, engine)
+    if resume and out is None:
+        raise ConfigError("resume is given without out; say which run's folder to go on with.")
     rounds, seed, eval_every = int(rounds), int(seed), int(eval_every)
     _check(algorithm, fed, clients_per_round)
     learner, initial, frozen = _learner(model, loss, algorithm)
@@ -89,29 +93,40 @@ def fit(
             "seed": seed,
             "clients_per_round": clients_per_round,
             "eval_every": eval_every,
+            "checkpoint_every": checkpoint_every,
             "engine": engine,
             "algorithm": describe(algorithm),
         }
-        watchers.insert(0, RunFolder(Path(out), shown, force))
+        known = fingerprint(data.names, data.train.sizes.tolist(), *tree.leaves(initial))
+        folder = RunFolder(Path(out), shown, force, resume, known, checkpoint_every)
+        watchers.insert(0, folder)
 
     run = _Run(algorithm, clients, seed, clients_per_round or len(data), watchers)
+    state, first_round = algorithm.init(initial, len(data)), 1
     try:
+        if resume:
+            saved, run.rows, run.client_rows = folder.load(first.device)
+            if saved is not None:
+                state, first_round = saved.state, saved.round + 1
+                clients.restore(saved.clients())
+                run.traffic = Traffic(**saved.traffic)
         for watcher in watchers:
             watcher.started()
-        state = algorithm.init(initial, len(data))
-        for number in range(1, rounds + 1):
+        for number in range(first_round, rounds + 1):
             state, used = run.round(number, state)
             if number % eval_every == 0 or number == rounds:
                 run.evaluate(number, state, used)
+            snapshot = Snapshot(number, state, clients.states, asdict(run.traffic))
             for watcher in watchers:
                 watcher.round_done(number)
+                watcher.settled(snapshot)
         final = algorithm.reported(state)
         result = Result(
             params=_with_frozen(final["params"], frozen),
             buffers=final["buffers"],
             rounds=run.rows,
             clients=run.client_rows,
-            traffic={"up_bytes": run.traffic.up_bytes, "down_bytes": run.traffic.down_bytes},
+            traffic=asdict(run.traffic),
             seconds=time.perf_counter() - started,
             names=clients.names,
             ask_personal=run.personal_models(rounds, final, frozen),
@@ -203,14 +218,17 @@ def _check(algorithm: Algorithm, fed: FederatedData, clients_per_round: int | No
         )
 
 
-def check_loop(rounds: int, seed: int, clients_per_round: int | None, eval_every: int, engine: str) -> None:
+def check_loop(
+    rounds: int, seed: int, clients_per_round: int | None, eval_every: int, checkpoint_every: int | None, engine: str
+) -> None:
     """Check what needs neither data nor model."""
     checks.at_least("rounds", rounds, 1)
     checks.at_least("seed", seed, 0, 2**63 - 1)
     checks.at_least("eval_every", eval_every, 1)
     checks.one_of("engine", engine, ENGINES)
-    if clients_per_round is not None:
-        checks.at_least("clients_per_round", clients_per_round, 1)
+    for name, value in (("clients_per_round", clients_per_round), ("checkpoint_every", checkpoint_every)):
+        if value is not None:
+            checks.at_least(name, value, 1)
 
 
 def accuracy(output: Tensor, y: Tensor) -> Tensor:

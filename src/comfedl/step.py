@@ -87,13 +87,16 @@ def check_finite(round: int, client: str, outcome: Outcome) -> None:
     if tree.finite(dict(outcome.watched)) and tree.finite(outcome.reply):
         return
     watched = {name: values.reshape(-1) for name, values in outcome.watched.items()}
-    bad = [torch.nonzero(~torch.isfinite(values)) for values in watched.values()]
-    places = [int(place[0]) for place in bad if len(place)]
-    step = min(places) if places else None
-    at = {name: float(values[step]) for name, values in watched.items()} if step is not None else {}
-    raise Diverged(
-        round, client, None if step is None else step + 1, at.get("loss", float("nan")), at.get("weight", 1.0)
-    )
+    bad = {name: torch.nonzero(~torch.isfinite(values)).flatten() for name, values in watched.items()}
+    steps = [int(places[0]) for places in bad.values() if len(places)]
+    if not steps:
+        raise Diverged(round, client, None, float("nan"), 1.0)
+    step = min(steps)
+    # A method may watch several losses (Ditto's personal model): the one that has gone is told.
+    losses = [name for name in watched if name.endswith("loss")]
+    told = next((name for name in losses if step in bad[name]), "loss")
+    weight = float(watched["weight"][step]) if "weight" in watched else 1.0
+    raise Diverged(round, client, step + 1, float(watched[told][step]) if told in watched else float("nan"), weight)
 
 
 class Replies(ABC):

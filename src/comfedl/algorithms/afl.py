@@ -52,7 +52,7 @@ class AFL(Algorithm):
         if here.participants != here.clients:
             raise ConfigError(
                 f"AFL asks all {here.clients} clients in every round, but clients_per_round is {here.participants}; "
-                "leave it out, or use DRFA(local_steps=1), which is AFL with a sample of clients."
+                "leave it out, or use DRFA(local_steps=1), its relative for a sample of clients."
             )
         everybody, duals = here.sample(), state["duals"]
         replies = here.ask("train", everybody, {"model": state["model"]})

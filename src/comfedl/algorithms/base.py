@@ -322,8 +322,15 @@ class Renamed(Algorithm):
     def objective(self, learner: Learner) -> Objective:
         return self.method.objective(learner)
 
+    @property
+    def adaptation(self) -> tuple[float, int]:
+        return self.method.adaptation
+
     def client_state(self, model: Model) -> Tree:
         return self.method.client_state(model)
+
+    def draws(self) -> dict[str, Draw]:
+        return self.method.draws()
 
     def steps(self) -> dict[str, Step]:
         return self.method.steps()

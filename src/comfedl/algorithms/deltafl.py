@@ -51,8 +51,11 @@ class DeltaFL(Algorithm):
         return {"model": blend(state["model"], replies, weights)}, Used(kept, weights)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
-        tail = values >= _quantile(values.numpy(), sizes.numpy(), self.level)
-        return (values[tail] * sizes[tail]).sum() / sizes[tail].sum()
+        # The superquantile itself: the client at the boundary counts only as far as it is in the tail.
+        ordered, order = values.sort(descending=True)
+        shares = sizes[order].double() / sizes.sum()
+        inside = torch.minimum(shares, (1 - self.level - (shares.cumsum(0) - shares)).clamp(min=0))
+        return (inside * ordered).sum() / inside.sum()
 
     def steps(self) -> dict[str, Step]:
         whole = {"value": Draw("train", self.loss_samples, bounded=True)}

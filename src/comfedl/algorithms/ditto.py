@@ -12,7 +12,7 @@ from comfedl import checks
 from comfedl.algorithms.base import descend
 from comfedl.algorithms.fedavg import FedAvg
 from comfedl.problem import Learner, LocalLoss, Model
-from comfedl.step import Batches, Outcome
+from comfedl.step import Batches, Diverged, Outcome
 from comfedl.tree import Tree
 
 
@@ -44,7 +44,12 @@ class Ditto(FedAvg):
         # The same batches, and the anchor is the model received: it stays put while the global one is trained.
         anchor = (self.lam, received["params"])
         own = descend(LocalLoss(learner), state, inner, inner, self.lr, anchor=anchor)
-        return Outcome({"model": trained.model}, own.model, trained.watched)
+        watched = {**trained.watched, "personal loss": own.watched["loss"]}
+        return Outcome({"model": trained.model}, own.model, watched)
+
+    def explain(self, error: Diverged) -> str:
+        product = self.lr * self.lam
+        return f"Use a smaller lr or lam: a personal model is stable only where lr * lam (here {product:g}) is below 2."
 
     def personal(self, learner: Learner, model: Model, state: Tree, batches: Batches) -> Model:
         kept: Model = state

@@ -26,7 +26,7 @@ class DRFA(Algorithm):
     Args:
         dual_lr: the step size of lambda; a round moves it by local_steps times that.
         whole_loss: measure those losses on all local data (or ``loss_samples``) instead of one batch.
-        floor: the least that a client's lambda may be, as the public code has it; 0 is the paper.
+        floor: raise every lambda to this before they are scaled to add up to 1, as public code does; the paper has 0.
         baseline: subtract the mean of the observed losses first, which tames the noise when few clients take part.
     """
 

@@ -1,0 +1,317 @@
+"""A run that is stopped at any instant and resumed is the same run, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import comfedl as cf
+from comfedl import checkpoint, folder
+from comfedl.callbacks import Callback
+
+SAME = ("config.toml", "rounds.jsonl", "clients.jsonl", "model.safetensors")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3)).double()
+
+
+def run(fed: cf.FederatedData, out: Path, algorithm: cf.FedAvg | None = None, **options: Any) -> cf.Result:
+    method = algorithm or cf.Ditto(lam=0.5, lr=0.05, batch_size=4)
+    options = {"rounds": 12, "checkpoint_every": 2, "clients_per_round": 2, "seed": 3, **options}
+    return cf.fit(net(), fed, method, out=out, **options)
+
+
+def files(out: Path) -> dict[str, bytes]:
+    personal = {f"personal/{path.name}": path.read_bytes() for path in (out / "personal").iterdir()}
+    return {name: (out / name).read_bytes() for name in SAME} | personal
+
+
+class StopAt(Callback):
+    """Ends a run after a round as a bug or a person would."""
+
+    def __init__(self, number: int, error: BaseException) -> None:
+        self.number, self.error = number, error
+
+    def settled(self, snapshot: checkpoint.Snapshot) -> None:
+        if snapshot.round == self.number:
+            raise self.error
+
+
+METHODS = [
+    cf.FedAvg(lr=0.05, batch_size=4),
+    cf.Ditto(lam=0.5, lr=0.05, batch_size=4),
+    cf.ComFedL(outer=cf.KL(0.3), lr=0.05, batch_size=4),
+    cf.DRFA(0.05, lr=0.05, batch_size=4),
+    cf.DeltaFL(0.4, lr=0.05, batch_size=4),
+    cf.AFL(0.05, lr=0.05, batch_size=4),
+    cf.TRMAML(0.05, 0.05, lr=0.05, batch_size=4),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_stopped_run_goes_on_to_the_bit(three_clients: cf.FederatedData, tmp_path: Path, method: Any) -> None:
+    options = {"clients_per_round": None} if isinstance(method, cf.AFL) else {}
+    whole = run(three_clients, tmp_path / "whole", method, **options)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(three_clients, tmp_path / "cut", method, callbacks=[StopAt(7, RuntimeError("a bug"))], **options)
+    result = run(three_clients, tmp_path / "cut", method, resume=True, **options)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    assert result.rounds == whole.rounds
+    assert result.clients == whole.clients
+    assert result.traffic == whole.traffic
+    assert all(torch.equal(result.personal("b")[name], whole.personal("b")[name]) for name in whole.params)
+
+
+def test_a_finished_run_resumed_stays_as_it_is(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    whole = run(three_clients, tmp_path / "run")
+    before = files(tmp_path / "run")
+    again = run(three_clients, tmp_path / "run", resume=True)
+    assert files(tmp_path / "run") == before
+    assert again.rounds == whole.rounds
+
+
+def test_resume_without_a_run_starts_one(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    run(three_clients, tmp_path / "whole")
+    run(three_clients, tmp_path / "new", resume=True)
+    assert files(tmp_path / "new") == files(tmp_path / "whole")
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_leaves_nothing(
+    three_clients: cf.FederatedData, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError):
+        run(three_clients, tmp_path / "run", callbacks=[StopAt(1, RuntimeError("early"))])
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_last_two_checkpoints_are_kept(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    run(three_clients, tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir()) == [
+        "round-000000010",
+        "round-000000012",
+    ]
+
+
+def test_without_a_number_a_checkpoint_comes_by_the_clock(
+    three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(three_clients, tmp_path / "quick", checkpoint_every=None)
+    assert not (tmp_path / "quick" / "checkpoint").exists()
+    monkeypatch.setattr(folder, "SECONDS", 0.0)
+    run(three_clients, tmp_path / "slow", checkpoint_every=None)
+    assert (tmp_path / "slow" / "checkpoint" / "round-000000012").is_dir()
+
+
+# Kills.
+
+
+def child(fed: cf.FederatedData, out: Path) -> int:
+    """Run in a process of its own; it gives back the process's number."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException), open(os.devnull, "w") as quiet:
+            os.dup2(quiet.fileno(), 2)
+            run(fed, out, rounds=40, resume=True)
+            code = 0
+        os._exit(code)
+    return pid
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_run_killed_at_twenty_instants(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    """SIGKILL at random instants, in rounds, evaluations and writes alike; then it is let through."""
+    started = time.monotonic()
+    run(three_clients, tmp_path / "whole", rounds=40)
+    length = time.monotonic() - started
+    chance, kills = random.Random(5), 0
+    out = tmp_path / "cut"
+    while kills < 20:
+        pid = child(three_clients, out)
+        time.sleep(chance.uniform(0, length / 6))
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break  # it was quicker than the kill: all that is left is to compare
+        kills += 1
+    assert kills >= 5
+    _, status = os.waitpid(child(three_clients, out), 0)
+    assert os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
+    assert files(out) == files(tmp_path / "whole")
+    assert not [path.name for path in (out / "checkpoint").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_kill_in_the_middle_of_a_checkpoint(
+    three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Every call to the system in a checkpoint's write is a place to die: the one before it serves."""
+    run(three_clients, tmp_path / "whole")
+    calls = 0
+
+    class Killed(BaseException):
+        pass
+
+    def dying(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 20 + at:
+                raise Killed
+            return function(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("fsync", "replace", "open"):
+            patched.setattr(checkpoint.os, name, dying(getattr(os, name)))
+        # Death leaves no time to clean up.
+        patched.setattr(folder.RunFolder, "_clean", lambda self, error: None)
+        patched.setattr(checkpoint.shutil, "rmtree", lambda *arguments, **options: None)
+        with pytest.raises(Killed):
+            run(three_clients, tmp_path / "cut")
+    run(three_clients, tmp_path / "cut", resume=True)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_round_and_keeps_it(
+    three_clients: cf.FederatedData, tmp_path: Path, number: signal.Signals
+) -> None:
+    class Send(Callback):
+        def evaluated(self, row: Any, clients: Any) -> None:
+            if row["round"] == 5:
+                os.kill(os.getpid(), number)
+
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.raises(KeyboardInterrupt, match="after round 5"):
+        run(three_clients, tmp_path / "cut", checkpoint_every=1000, callbacks=[Send()])
+    assert {each: signal.getsignal(each) for each in handlers} == handlers
+    saved = [path.name for path in (tmp_path / "cut" / "checkpoint").iterdir()]
+    assert saved == ["round-000000005"]
+    run(three_clients, tmp_path / "cut", checkpoint_every=1000, resume=True)
+    run(three_clients, tmp_path / "whole", checkpoint_every=1000)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+# Damage.
+
+
+def stopped(fed: cf.FederatedData, out: Path, after: int = 7) -> list[Path]:
+    with pytest.raises(RuntimeError):
+        run(fed, out, callbacks=[StopAt(after, RuntimeError("stop"))])
+    return sorted((out / "checkpoint").iterdir())
+
+
+@pytest.mark.parametrize("file", ["tensors.safetensors", "meta.json"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "missing"])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_serves(
+    three_clients: cf.FederatedData, tmp_path: Path, file: str, damage: str
+) -> None:
+    run(three_clients, tmp_path / "whole")
+    last = stopped(three_clients, tmp_path / "cut")[-1] / file
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    states = {"truncated": content[: len(content) // 2], "flipped": content, "empty": b""}
+    last.unlink() if damage == "missing" else last.write_bytes(states[damage])
+    with pytest.warns(UserWarning, match="round-000000006 is damaged"):
+        run(three_clients, tmp_path / "cut", resume=True)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_when_no_checkpoint_is_whole_it_says_so(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    for saved in stopped(three_clients, tmp_path / "cut"):
+        (saved / "meta.json").write_bytes(b"{}")
+    with pytest.warns(UserWarning), pytest.raises(cf.RunFolderError, match="No checkpoint .* is whole; .* --force"):
+        run(three_clients, tmp_path / "cut", resume=True)
+
+
+def test_a_checkpoint_from_the_future(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    last = stopped(three_clients, tmp_path / "cut")[-1] / "meta.json"
+    meta = json.loads(checkpoint._unsealed(last.read_bytes()))
+    last.write_bytes(checkpoint._sealed(json.dumps(meta | {"version": 99}).encode()))
+    with pytest.raises(cf.RunFolderError, match="later version .*format 99.*--force"):
+        run(three_clients, tmp_path / "cut", resume=True)
+
+
+def test_nothing_is_a_pickle(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    for saved in stopped(three_clients, tmp_path / "cut"):
+        assert sorted(path.name for path in saved.iterdir()) == ["meta.json", "tensors.safetensors"]
+        assert load_file(saved / "tensors.safetensors")
+
+
+def test_another_config_is_not_resumed(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    stopped(three_clients, tmp_path / "cut")
+    with pytest.raises(cf.RunFolderError, match="another config .*rounds = 12 there, rounds = 13 here"):
+        run(three_clients, tmp_path / "cut", resume=True, rounds=13)
+
+
+def test_other_data_are_not_resumed(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    stopped(three_clients, tmp_path / "cut")
+    other = cf.FederatedData({name: three_clients.train[name] for name in ("a", "b")})
+    with pytest.raises(cf.RunFolderError, match="other data"):
+        run(other, tmp_path / "cut", resume=True)
+
+
+def test_force_and_resume_do_not_go_together(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    with pytest.raises(cf.ConfigError, match="both"):
+        run(three_clients, tmp_path / "run", resume=True, force=True)
+    with pytest.raises(cf.ConfigError, match="without out"):
+        cf.fit(net(), three_clients, cf.FedAvg(), resume=True)
+
+
+# A full disk, a folder that cannot be written, and two runs at once.
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs RLIMIT_FSIZE")
+def test_a_full_disk_leaves_the_last_checkpoint(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    run(three_clients, tmp_path / "whole")
+
+    class Fill(Callback):
+        def settled(self, snapshot: checkpoint.Snapshot) -> None:
+            if snapshot.round == 6:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(cf.RunFolderError, match="cannot be written .*make room"):
+            run(three_clients, tmp_path / "cut", callbacks=[Fill()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    run(three_clients, tmp_path / "cut", resume=True)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_a_folder_is_locked_while_a_run_writes_it(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    class Second(Callback):
+        said = ""
+
+        def evaluated(self, row: Any, clients: Any) -> None:
+            for options in ({"force": True}, {"resume": True}):
+                with pytest.raises(cf.RunFolderError, match="being written by another run"):
+                    run(three_clients, tmp_path / "run", **options)
+
+    run(three_clients, tmp_path / "run", rounds=2, callbacks=[Second()])
+    assert not (tmp_path / "run" / ".lock").exists()
+    run(three_clients, tmp_path / "other", rounds=2)
+    assert files(tmp_path / "run") == files(tmp_path / "other")
