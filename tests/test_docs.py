@@ -45,3 +45,14 @@ def test_links_between_documents_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_promise_names_a_test_that_exists() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
+    named = [re.search(r"`(tests/[\w/]+\.py)::(test_\w+)` \|$", row) for row in rows]
+    assert len(rows) > 20 and all(named)
+    for found in named:
+        assert found is not None
+        path, test = found.groups()
+        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"

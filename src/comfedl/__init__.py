@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from comfedl.problem import Adapt, Composition
     from comfedl.result import Result
     from comfedl.run import fit
+    from comfedl.screen import QuorumError
     from comfedl.step import Diverged
 
 _HOMES = {
@@ -58,6 +59,7 @@ _HOMES = {
     "KL": "outer",
     "Power": "outer",
     "QFedAvg": "algorithms.qfedavg",
+    "QuorumError": "screen",
     "Result": "result",
     "RunFolderError": "errors",
     "TERM": "algorithms.term",
@@ -96,6 +98,7 @@ __all__ = [
     "Identity",
     "Power",
     "QFedAvg",
+    "QuorumError",
     "Result",
     "RunFolderError",
     "Tilt",

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,27 @@ KEPT = 2  # so that one is left where the last turns out to be damaged
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run between two rounds: the server's state, what clients keep (by position), and what has been sent."""
+    """A run between two rounds: the server's state, what clients keep (by position), and what has been sent.
+
+    ``offences`` counts the replies of each client that were refused.
+    """
 
     round: int
     state: Tree
-    clients: Callable[[], Mapping[int, Tree]]
+    clients: Mapping[int, Tree]
     traffic: Mapping[str, int]
+    offences: Mapping[int, int]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was read: the snapshot, and how long the records were then, in bytes."""
+    """A checkpoint that was read: the snapshot, and the records' lengths in bytes and checksums then."""
 
     snapshot: Snapshot
-    records: Mapping[str, int]
+    records: Mapping[str, tuple[int, str]]
 
 
-def write(folder: Path, snapshot: Snapshot, records: Mapping[str, int], fingerprint: str) -> None:
+def write(folder: Path, snapshot: Snapshot, records: Mapping[str, tuple[int, str]], fingerprint: str) -> None:
     """Write a checkpoint and drop all but the last few."""
     tensors: dict[str, Tensor] = {}
     places: dict[tuple[Any, ...], str] = {}
@@ -67,8 +71,9 @@ def write(folder: Path, snapshot: Snapshot, records: Mapping[str, int], fingerpr
         "fingerprint": fingerprint,
         "traffic": dict(snapshot.traffic),
         "records": dict(records),
+        "offences": {str(client): count for client, count in snapshot.offences.items()},
         "state": keep(snapshot.state),
-        "clients": {str(client): keep(state) for client, state in snapshot.clients().items()},
+        "clients": {str(client): keep(state) for client, state in snapshot.clients.items()},
     }
     content = save(tensors)
     meta["sha256"] = hashlib.sha256(content).hexdigest()
@@ -129,7 +134,9 @@ def read(folder: Path, fingerprint: str, device: torch.device) -> Saved | None:
             return {name: give(part) for name, part in tree.items()} if isinstance(tree, dict) else tensors[tree]
 
         kept = {int(client): give(state) for client, state in meta["clients"].items()}
-        return Saved(Snapshot(meta["round"], give(meta["state"]), kept.copy, meta["traffic"]), meta["records"])
+        offences = {int(client): count for client, count in meta["offences"].items()}
+        snapshot = Snapshot(meta["round"], give(meta["state"]), kept, meta["traffic"], offences)
+        return Saved(snapshot, meta["records"])
     if found:
         raise RunFolderError(f"No checkpoint in {folder} is whole; start the run anew with --force.")
     return None

@@ -32,6 +32,11 @@ def not_below(name: str, value: Any, least: float) -> None:
     _within(name, value, f"a number that is {least:g} or more", lambda x: x >= least)
 
 
+def at_most(name: str, value: Any, most: float) -> None:
+    """Require a number that is ``most`` or less."""
+    _within(name, value, f"a number that is {most:g} or less", lambda x: x <= most)
+
+
 def between(name: str, value: Any, low: float, high: float) -> None:
     """Require a number from ``low`` to below ``high``."""
     _within(name, value, f"a number from {low:g} to below {high:g}", lambda x: low <= x < high)

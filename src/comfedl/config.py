@@ -24,7 +24,7 @@ from comfedl.result import Result
 from comfedl.run import check_loop, fit
 from comfedl.settings import describe
 
-LOOP = ("rounds", "seed", "clients_per_round", "eval_every", "checkpoint_every", "engine")
+LOOP = ("rounds", "seed", "clients_per_round", "eval_every", "checkpoint_every", "quorum", "engine")
 
 
 class _Table(BaseModel):
@@ -81,6 +81,7 @@ class Config(BaseModel):
     clients_per_round: int | None = None
     eval_every: int = 1
     checkpoint_every: int | None = None
+    quorum: float = 0.5
     engine: str = "embedded"
     data: DataTable
     model: _Table = _Table(name="logistic")

@@ -27,6 +27,7 @@ from comfedl.errors import ConfigError, DataError, RunFolderError
 from comfedl.metrics import Row
 from comfedl.problem import Model
 from comfedl.result import Result
+from comfedl.screen import QuorumError
 from comfedl.settings import to_toml
 from comfedl.step import Diverged
 
@@ -121,11 +122,13 @@ class RunFolder(Callback):
         self.path, self._settings, self._fingerprint = path, settings, fingerprint
         self._every, self._resumed = checkpoint_every, resume and (path / "config.toml").exists()
         self._streams: dict[str, IO[str]] = {}
+        self._digests = {name: hashlib.sha256() for name in RECORDS}
         self._made: list[Path] = []
         self._aside: Path | None = None
         self._lock: IO[str] | None = None
         self._begun = self._moved = self._done = False
         self._saved_round = 0
+        self._last: Snapshot | None = None
         self._stop: int | None = None
         self._handlers: dict[int, Any] = {}
 
@@ -137,16 +140,16 @@ class RunFolder(Callback):
             return None, [], []
         with _readable(self.path):
             self._take_lock()
-            written = (self.path / "config.toml").read_text(encoding="utf-8")
+            written = (self.path / "config.toml").read_text(encoding="utf-8", errors="replace")
             if written != to_toml(self._settings):
                 raise RunFolderError(
                     f"{self.path} holds a run with another config ({_difference(written, self._settings)})"
                     "; resume it with its own, or start anew with --force."
                 )
             saved = checkpoint.read(self.path / "checkpoint", self._fingerprint, device)
-            sizes = dict.fromkeys(RECORDS, 0) if saved is None else saved.records
             for name in RECORDS:
-                _cut(self.path / name, sizes[name])
+                size, checksum = (0, hashlib.sha256().hexdigest()) if saved is None else saved.records[name]
+                self._digests[name] = _cut(self.path / name, size, checksum)
             rows, client_rows = (_rows(self.path / name) for name in RECORDS)
         if saved is not None:
             self._saved_round = saved.snapshot.round
@@ -171,11 +174,14 @@ class RunFolder(Callback):
     def evaluated(self, row: Row, clients: list[Row]) -> None:
         with _readable(self.path):
             for name, rows in zip(RECORDS, ([row], clients), strict=True):
-                self._streams[name].writelines(json.dumps(each) + "\n" for each in rows)
+                text = "".join(json.dumps(each) + "\n" for each in rows)
+                self._streams[name].write(text)
                 self._streams[name].flush()
+                self._digests[name].update(text.encode())
 
     def settled(self, snapshot: Snapshot) -> None:
         due = time.monotonic() - self._saved_at >= SECONDS if self._every is None else snapshot.round % self._every == 0
+        self._last = snapshot
         if due or self._stop is not None:
             self._save(snapshot)
         if self._stop is not None:
@@ -185,7 +191,10 @@ class RunFolder(Callback):
         with _readable(self.path):
             for stream in self._streams.values():
                 os.fsync(stream.fileno())
-            records = {name: os.fstat(stream.fileno()).st_size for name, stream in self._streams.items()}
+            records = {
+                name: (os.fstat(stream.fileno()).st_size, self._digests[name].hexdigest())
+                for name, stream in self._streams.items()
+            }
             checkpoint.write(self.path / "checkpoint", snapshot, records, self._fingerprint)
         self._saved_at, self._saved_round = time.monotonic(), snapshot.round
 
@@ -206,6 +215,9 @@ class RunFolder(Callback):
         self._release()
 
     def failed(self, error: BaseException) -> None:
+        if isinstance(error, QuorumError) and self._last is not None:
+            with contextlib.suppress(OSError):
+                self._save(self._last)  # the run can go on when the clients have been seen to
         with contextlib.suppress(OSError):
             self._close()
         try:
@@ -293,12 +305,15 @@ class RunFolder(Callback):
             self._handlers[number] = signal.signal(number, stop)
 
 
-def _cut(path: Path, size: int) -> None:
-    """Cut a file of records back to what a checkpoint knows."""
+def _cut(path: Path, size: int, checksum: str) -> hashlib._Hash:
+    """Cut a file of records back to what a checkpoint knows, and see that it is what was written."""
     with path.open("ab") as file:
-        if file.tell() < size:
-            raise RunFolderError(f"{path} is shorter than its checkpoint says; start the run anew with --force.")
-        file.truncate(size)
+        length = file.tell()
+        file.truncate(min(size, length))
+    digest = hashlib.sha256(path.read_bytes())
+    if digest.hexdigest() != checksum:
+        raise RunFolderError(f"{path} is not what was written at its checkpoint; start the run anew with --force.")
+    return digest
 
 
 def _rows(path: Path) -> list[Row]:

@@ -24,11 +24,13 @@ def summarise(metric: str, values: Sequence[float]) -> dict[str, float]:
     numbers = np.asarray(values, dtype=np.float64)
     worst_first = np.sort(numbers)[:: -1 if metric.endswith("loss") else 1]
     tenth = worst_first[: math.ceil(len(numbers) / 10)]
+    # Halving what is near the largest float keeps sums and squares of it finite, and changes nothing else.
+    scale = 2.0 ** max(0, math.frexp(float(np.abs(numbers).max()))[1] - 400)
     return {
-        "mean": float(numbers.mean()),
+        "mean": float((numbers / scale).mean() * scale),
         "worst": float(worst_first[0]),
-        "worst10": float(tenth.mean()),
-        "std": float(numbers.std()),
+        "worst10": float((tenth / scale).mean() * scale),
+        "std": float((numbers / scale).std() * scale),
     }
 
 

@@ -24,6 +24,7 @@ from comfedl.metrics import Row
 from comfedl.problem import Learner, LossFunction, Model, Params
 from comfedl.progress import Progress
 from comfedl.result import Result
+from comfedl.screen import Screen
 from comfedl.settings import describe
 from comfedl.step import Diverged, Engine
 
@@ -38,6 +39,7 @@ def fit(
     clients_per_round: int | None = None,
     eval_every: int = 1,
     checkpoint_every: int | None = None,
+    quorum: float = 0.5,
     engine: str = "embedded",
     out: str | Path | None = None,
     resume: bool = False,
@@ -59,6 +61,7 @@ def fit(
         clients_per_round: how many clients take part in a round, drawn uniformly; None is all of them.
         eval_every: evaluate all clients after every so many rounds, and after the last.
         checkpoint_every: write a checkpoint to ``out`` after every so many rounds; None is about every 30 seconds.
+        quorum: the share of a round's replies that must be usable; with fewer the run stops, its state saved.
         engine: where the clients live.
         out: a folder to write the run to.
         resume: go on with the run that ``out`` holds, from its last checkpoint: the result is the same, to the bit.
@@ -73,7 +76,7 @@ def fit(
         Diverged: training left the finite numbers.
     """
     started = time.perf_counter()
-    check_loop(rounds, seed, clients_per_round, eval_every, checkpoint_every, engine)
+    check_loop(rounds, seed, clients_per_round, eval_every, checkpoint_every, quorum, engine)
     if resume and out is None:
         raise ConfigError("resume is given without out; say which run's folder to go on with.")
     rounds, seed, eval_every = int(rounds), int(seed), int(eval_every)
@@ -94,6 +97,7 @@ def fit(
             "clients_per_round": clients_per_round,
             "eval_every": eval_every,
             "checkpoint_every": checkpoint_every,
+            "quorum": quorum,
             "engine": engine,
             "algorithm": describe(algorithm),
         }
@@ -101,22 +105,24 @@ def fit(
         folder = RunFolder(Path(out), shown, force, resume, known, checkpoint_every)
         watchers.insert(0, folder)
 
-    run = _Run(algorithm, clients, seed, clients_per_round or len(data), watchers)
+    screen = Screen(initial, clients.names, quorum)
+    run = _Run(algorithm, clients, seed, clients_per_round or len(data), watchers, screen)
     state, first_round = algorithm.init(initial, len(data)), 1
     try:
         if resume:
             saved, run.rows, run.client_rows = folder.load(first.device)
             if saved is not None:
                 state, first_round = saved.state, saved.round + 1
-                clients.restore(saved.clients())
+                clients.restore(saved.clients)
                 run.traffic = Traffic(**saved.traffic)
+                run.screen.offences = dict(saved.offences)
         for watcher in watchers:
             watcher.started()
         for number in range(first_round, rounds + 1):
             state, used = run.round(number, state)
             if number % eval_every == 0 or number == rounds:
                 run.evaluate(number, state, used)
-            snapshot = Snapshot(number, state, clients.states, asdict(run.traffic))
+            snapshot = Snapshot(number, state, clients.states(), asdict(run.traffic), dict(run.screen.offences))
             for watcher in watchers:
                 watcher.round_done(number)
                 watcher.settled(snapshot)
@@ -154,16 +160,23 @@ class _Run:
     """The loop's own state: what has been recorded and sent so far."""
 
     def __init__(
-        self, algorithm: Algorithm, engine: Engine, seed: int, participants: int, watchers: Sequence[Callback]
+        self,
+        algorithm: Algorithm,
+        engine: Engine,
+        seed: int,
+        participants: int,
+        watchers: Sequence[Callback],
+        screen: Screen,
     ) -> None:
         self.algorithm, self.engine, self.seed, self.participants = algorithm, engine, seed, participants
-        self.watchers = watchers
+        self.watchers, self.screen = watchers, screen
         self.rows: list[Row] = []
         self.client_rows: list[Row] = []
         self.traffic = Traffic()
 
     def round(self, number: int, state: State) -> tuple[State, Used]:
-        return self.algorithm.round(state, Round(number, self.seed, self.participants, self.engine, self.traffic))
+        here = Round(number, self.seed, self.participants, self.engine, self.traffic, self.screen)
+        return self.algorithm.round(state, here)
 
     def evaluate(self, number: int, state: State, used: Used) -> None:
         everybody = range(len(self.engine.names))
@@ -219,12 +232,20 @@ def _check(algorithm: Algorithm, fed: FederatedData, clients_per_round: int | No
 
 
 def check_loop(
-    rounds: int, seed: int, clients_per_round: int | None, eval_every: int, checkpoint_every: int | None, engine: str
+    rounds: int,
+    seed: int,
+    clients_per_round: int | None,
+    eval_every: int,
+    checkpoint_every: int | None,
+    quorum: float,
+    engine: str,
 ) -> None:
     """Check what needs neither data nor model."""
     checks.at_least("rounds", rounds, 1)
     checks.at_least("seed", seed, 0, 2**63 - 1)
     checks.at_least("eval_every", eval_every, 1)
+    checks.not_below("quorum", quorum, 0)
+    checks.at_most("quorum", quorum, 1)
     checks.one_of("engine", engine, ENGINES)
     for name, value in (("clients_per_round", clients_per_round), ("checkpoint_every", checkpoint_every)):
         if value is not None:

@@ -8,7 +8,7 @@ message and the reply travel, so the traffic of a method is counted from them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -119,6 +119,14 @@ class Replies(ABC):
     @abstractmethod
     def each(self, name: str) -> Iterator[Tree]:
         """That part of every reply, one by one."""
+
+    @abstractmethod
+    def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
+        """The clients whose reply this function finds fault with, and what it says."""
+
+    @abstractmethod
+    def without(self, clients: Collection[int]) -> Replies:
+        """The same replies but for those of these clients."""
 
     @abstractmethod
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from comfedl import checks, tree
-from comfedl.algorithms.base import Algorithm, Round, State, Used, blend
+from comfedl.algorithms.base import Algorithm, Round, State, Used
 from comfedl.errors import ConfigError
 from comfedl.problem import Learner, Model
 from comfedl.simplex import project
@@ -54,10 +54,12 @@ class AFL(Algorithm):
                 f"AFL asks all {here.clients} clients in every round, but clients_per_round is {here.participants}; "
                 "leave it out, or use DRFA(local_steps=1), its relative for a sample of clients."
             )
-        everybody, duals = here.sample(), state["duals"]
-        replies = here.ask("train", everybody, {"model": state["model"]})
-        model = blend(state["model"], replies, duals)
-        moved = project(duals + self.dual_lr * replies.numbers("loss"))
+        duals = state["duals"]
+        replies = here.ask("train", here.sample(), {"model": state["model"]})
+        weights, ascent = duals[replies.clients], torch.zeros_like(duals)
+        ascent[replies.clients] = replies.numbers("loss")
+        model = self.blend(state["model"], replies, weights)
+        moved = project(duals + self.dual_lr * ascent)
         rounds = state["rounds"] + 1
         average = tree.map(
             lambda old, new: old + (new - old) / int(rounds) if new.is_floating_point() else new,
@@ -65,7 +67,7 @@ class AFL(Algorithm):
             model,
         )
         new = {"model": model, "duals": moved, "average": average, "rounds": rounds}
-        return new, Used(everybody, duals, duals)
+        return new, Used(replies.clients, weights, duals)
 
     def reported(self, state: State) -> Model:
         model: Model = state["average" if self.average else "model"]

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from comfedl import checks, rng, tree
 from comfedl.problem import Adapt, Batch, Learner, LocalLoss, Model, Objective, Params, gradient
+from comfedl.robust import RULES, robust_mean
+from comfedl.screen import Screen
 from comfedl.step import Batches, Diverged, Draw, Engine, Outcome, Replies, Step
 from comfedl.tree import Tree
 
@@ -53,6 +55,7 @@ class Round:
     participants: int
     engine: Engine
     traffic: Traffic = field(default_factory=Traffic)
+    screen: Screen | None = None
 
     @property
     def clients(self) -> int:
@@ -69,11 +72,18 @@ class Round:
         return rng.generator(self.seed, purpose, self.number)
 
     def sample(self, purpose: str = "clients") -> list[int]:
-        """Choose the round's clients uniformly without replacement."""
-        if self.participants == self.clients:
-            return list(range(self.clients))
-        chosen = self.rng(purpose).choice(self.clients, size=self.participants, replace=False, shuffle=False)
-        return sorted(chosen.tolist())
+        """Choose the round's clients uniformly without replacement, among those that are not in quarantine."""
+        everybody = self._asked(range(self.clients))
+        if self.participants >= len(everybody):
+            return everybody
+        chosen = self.rng(purpose).choice(len(everybody), size=self.participants, replace=False, shuffle=False)
+        return sorted(everybody[i] for i in chosen)
+
+    def _asked(self, clients: Sequence[int]) -> list[int]:
+        """Those of these clients that may be asked."""
+        if self.screen is None or not self.screen.offences:
+            return list(clients)
+        return [client for client in clients if not self.screen.barred(client)]
 
     def sample_by(self, weights: NDArray[Any]) -> list[int]:
         """Choose the round's clients without replacement, with chances in proportion to these weights."""
@@ -82,10 +92,10 @@ class Round:
         return sorted(chosen.tolist())
 
     def ask(self, step: str, clients: Sequence[int], message: dict[str, Tree]) -> Replies:
-        """Ask these clients to do a named step with this message."""
-        replies = self.engine.run(step, clients, message, self.number)
+        """Ask these clients to do a named step with this message; ``clients`` of the replies says whose can be used."""
+        replies = self.engine.run(step, self._asked(clients), message, self.number)
         self.traffic.count(message, replies)
-        return replies
+        return replies if self.screen is None else self.screen.passed(self.number, replies)
 
 
 class Descent(NamedTuple):
@@ -156,6 +166,10 @@ class Algorithm(ABC):
         batch_size: samples a local step; None takes all of the client's data.
         loss_samples: how many of a client's samples at most its loss or objective is measured on, where the method
             or the records need it; None takes all.
+        clip_update_norm: how far at most one client's model may be from the one it received; None is no bound.
+        aggregate: how the server averages: "mean", or "median", "trimmed-mean" and "geometric-median", which a few bad
+            clients cannot move far. They keep to the method's weights.
+        trim: the share of the weight that "trimmed-mean" leaves out at either end.
         personal_steps: local steps from the global model to the one that a client would use; None is 1, or as many as a
             meta-learning method trains for. They are taken when a client is evaluated and never sent.
     """
@@ -165,6 +179,9 @@ class Algorithm(ABC):
     batch_size: int | None = 32
     loss_samples: int | None = None
     personal_steps: int | None = None
+    clip_update_norm: float | None = None
+    aggregate: str = "mean"
+    trim: float = 0.1
 
     name: ClassVar[str]
     """The method's name in a config."""
@@ -181,8 +198,33 @@ class Algorithm(ABC):
         for name, least in (("batch_size", 1), ("loss_samples", 1), ("personal_steps", 0)):
             if getattr(self, name) is not None:
                 checks.at_least(name, getattr(self, name), least)
+        if self.clip_update_norm is not None:
+            checks.positive("clip_update_norm", self.clip_update_norm)
+        checks.one_of("aggregate", self.aggregate, RULES)
+        checks.between("trim", self.trim, 0, 0.5)
 
     # What the server does.
+
+    def blend(self, model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
+        """The new model, ``w + sum_i r_i (w_i - w)``, with the bounds on what one client can move."""
+        scale = torch.ones_like(weights)
+        if self.clip_update_norm is not None:
+            distances = replies.squared_distances((name, "params"), model["params"]).sqrt()
+            scale = (self.clip_update_norm / distances).clamp(max=1).nan_to_num(1.0)
+        mixed = blend(model, replies, weights * scale, name)
+        if self.aggregate == "mean":
+            return mixed
+        near = model["params"]
+        clipped = [
+            tree.map(lambda part, start, s=s: start + s * (part - start), reply["params"], near)
+            for reply, s in zip(replies.each(name), scale.tolist(), strict=True)
+        ]
+        total = float(weights.sum())
+        stacked = tree.map(lambda *parts: torch.stack(parts), *clipped)
+        centre = robust_mean(self.aggregate, stacked, weights / total, self.trim)
+        return Model(
+            params=tree.map(lambda start, end: start + total * (end - start), near, centre), buffers=mixed["buffers"]
+        )
 
     def init(self, model: Model, clients: int) -> State:
         """The server's state before the first round; it always has the ``model``."""

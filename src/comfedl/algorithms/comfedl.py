@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used, adapt_draws, blend
+from comfedl.algorithms.base import Algorithm, Round, State, Used, adapt_draws
 from comfedl.errors import ConfigError
 from comfedl.outer import Coupled, Identity, Outer, Separable
 from comfedl.problem import Adapt, Adapted, Composition, Learner, LocalLoss, Model, Objective, Own
@@ -72,15 +72,15 @@ class ComFedL(Algorithm):
         return state
 
     def round(self, state: State, here: Round) -> tuple[State, Used]:
-        chosen = here.sample()
-        replies = here.ask("train", chosen, {"model": state["model"]})
+        replies = here.ask("train", here.sample(), {"model": state["model"]})
+        chosen = list(replies.clients)
         if isinstance(self.g, Coupled):
             losses = state["losses"].index_put((torch.tensor(chosen),), replies.numbers("loss"))
             weights, duals = partial_weights(self.g, losses, chosen)
             state = {**state, "losses": losses}
         else:
             weights, duals = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64), None
-        return {**state, "model": blend(state["model"], replies, weights)}, Used(chosen, weights, duals)
+        return {**state, "model": self.blend(state["model"], replies, weights)}, Used(chosen, weights, duals)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return self.g.objective(values)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used, blend
+from comfedl.algorithms.base import Algorithm, Round, State, Used
 from comfedl.problem import Learner, LocalLoss
 from comfedl.step import Batches, Draw, Outcome, Step
 from comfedl.tree import Tree
@@ -41,14 +41,15 @@ class DeltaFL(Algorithm):
         checks.between("level", self.level, 0, 1)
 
     def round(self, state: State, here: Round) -> tuple[State, Used]:
-        chosen = here.sample()
-        losses = here.ask("loss", chosen, {"model": state["model"]}).numbers("loss").numpy()
+        first = here.ask("loss", here.sample(), {"model": state["model"]})
+        chosen, losses = first.clients, first.numbers("loss").numpy()
         sizes = here.sizes[chosen]
         tail = losses >= _quantile(losses, sizes, self.level)
         kept = [client for client, inside in zip(chosen, tail, strict=True) if inside]
         replies = here.ask("train", kept, {})  # the model is there already
-        weights = torch.from_numpy(sizes[tail] / sizes[tail].sum())
-        return {"model": blend(state["model"], replies, weights)}, Used(kept, weights)
+        counts = torch.from_numpy(here.sizes[replies.clients]).double()
+        weights = counts / counts.sum()
+        return {"model": self.blend(state["model"], replies, weights)}, Used(replies.clients, weights)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         # The superquantile itself: the client at the boundary counts only as far as it is in the tail.

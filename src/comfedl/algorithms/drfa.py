@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used, blend
+from comfedl.algorithms.base import Algorithm, Round, State, Used
 from comfedl.problem import Learner, LocalLoss, Model
 from comfedl.simplex import project
 from comfedl.step import Batches, Draw, Outcome, Step
@@ -54,15 +54,15 @@ class DRFA(Algorithm):
         drawn = sorted(here.rng("clients").choice(n, size=m, p=duals.numpy()).tolist())
         snapshot = torch.tensor(int(here.rng("snapshot").integers(1, self.local_steps + 1)), dtype=torch.int32)
         replies = here.ask("train", drawn, {"model": model, "snapshot": snapshot})
-        mean = torch.full((m,), 1 / m, dtype=torch.float64)
-        at_snapshot = blend(model, replies, mean, "snapshot")
+        mean = torch.full((len(replies.clients),), 1 / len(replies.clients), dtype=torch.float64)
+        at_snapshot = self.blend(model, replies, mean, "snapshot")
 
-        seen = here.sample("losses")
-        losses = here.ask("loss", seen, {"model": at_snapshot}).numbers("loss")
+        second = here.ask("loss", here.sample("losses"), {"model": at_snapshot})
+        losses, seen = second.numbers("loss"), second.clients
         slope = torch.zeros(n, dtype=torch.float64)
-        slope[seen] = (n / m) * (losses - losses.mean() if self.baseline else losses)
+        slope[seen] = (n / len(seen)) * (losses - losses.mean() if self.baseline else losses)
         moved = self._floored(project(duals + self.local_steps * self.dual_lr * slope))
-        return {"model": blend(model, replies, mean), "duals": moved}, Used(drawn, mean, duals)
+        return {"model": self.blend(model, replies, mean), "duals": moved}, Used(replies.clients, mean, duals)
 
     def _floored(self, duals: Tensor) -> Tensor:
         raised = duals.clamp(min=self.floor)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used, blend
+from comfedl.algorithms.base import Algorithm, Round, State, Used
 
 WEIGHTINGS = ("samples", "uniform")
 
@@ -40,8 +40,8 @@ class FedAvg(Algorithm):
     def round(self, state: State, here: Round) -> tuple[State, Used]:
         chosen = here.sample()
         replies = here.ask("train", chosen, {"model": state["model"]})
-        weights = self._weights(torch.from_numpy(here.sizes[chosen]))
-        return {"model": blend(state["model"], replies, weights)}, Used(chosen, weights)
+        weights = self._weights(torch.from_numpy(here.sizes[replies.clients]))
+        return {"model": self.blend(state["model"], replies, weights)}, Used(replies.clients, weights)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return (self._weights(sizes) * values).sum()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used, blend
+from comfedl.algorithms.base import Algorithm, Round, State, Used
 from comfedl.errors import ConfigError
 from comfedl.problem import Learner, LocalLoss
 from comfedl.step import Batches, Diverged, Draw, Outcome
@@ -59,7 +59,7 @@ class QFedAvg(Algorithm):
         log_h = torch.logaddexp(log_q + (self.q - 1) * log_f + log_g, math.log(L) + self.q * log_f)
         # w - sum_k Delta_k / sum_k h_k with Delta_k = F_k^q L (w - w_k)
         weights = torch.exp(self.q * log_f + math.log(L) - torch.logsumexp(log_h, dim=0))
-        return {"model": blend(model, replies, weights)}, Used(chosen, weights)
+        return {"model": self.blend(model, replies, weights)}, Used(replies.clients, weights)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return (values ** (self.q + 1)).mean() / (self.q + 1)

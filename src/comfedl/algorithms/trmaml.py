@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used, adapt_draws, blend
+from comfedl.algorithms.base import Algorithm, Round, State, Used, adapt_draws
 from comfedl.problem import Adapt, Adapted, Learner, Model, Objective
 from comfedl.simplex import project
 from comfedl.step import Batches, Draw, Outcome
@@ -55,14 +55,15 @@ class TRMAML(Algorithm):
         return {"model": model, "duals": torch.full((clients,), 1 / clients, dtype=torch.float64)}
 
     def round(self, state: State, here: Round) -> tuple[State, Used]:
-        chosen, duals = here.sample(), state["duals"]
-        replies = here.ask("train", chosen, {"model": state["model"]})
+        duals = state["duals"]
+        replies = here.ask("train", here.sample(), {"model": state["model"]})
+        chosen = replies.clients
         scale = here.clients / len(chosen)
         weights = scale * duals[chosen]
         ascent = torch.zeros_like(duals)
         ascent[chosen] = scale * replies.numbers("loss")
         moved = project(duals + self.dual_lr * ascent)
-        return {"model": blend(state["model"], replies, weights), "duals": moved}, Used(chosen, weights, duals)
+        return {"model": self.blend(state["model"], replies, weights), "duals": moved}, Used(chosen, weights, duals)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return values.max()

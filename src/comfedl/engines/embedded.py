@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import getitem
@@ -126,6 +126,14 @@ class LocalReplies(Replies):
 
     def each(self, name: str) -> Iterator[Tree]:
         return (reply[name] for reply in self._replies)
+
+    def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
+        found = {client: fault(reply) for client, reply in zip(self.clients, self._replies, strict=True)}
+        return {client: reason for client, reason in found.items() if reason is not None}
+
+    def without(self, clients: Collection[int]) -> LocalReplies:
+        kept = [(i, reply) for i, reply in zip(self.clients, self._replies, strict=True) if i not in clients]
+        return LocalReplies([i for i, _ in kept], [reply for _, reply in kept])
 
     def nbytes(self) -> int:
         return sum(tree.nbytes(reply) for reply in self._replies)
