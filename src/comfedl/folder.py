@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -300,6 +301,7 @@ class RunFolder(Callback):
             if self._stop is not None:
                 raise KeyboardInterrupt
             self._stop = number
+            sys.stderr.write("stopping after this round, with a checkpoint; once more stops at once\n")
 
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, stop)

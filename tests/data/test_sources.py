@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comfedl.data import sources
+from comfedl.data import formats, sources
 from comfedl.data.fetch import (
     File,
     Job,
@@ -726,7 +726,7 @@ def encode_png(image: np.ndarray, filters: list[int], **header: int) -> bytes:
 def test_png_filters(filters: list[int], channels: int) -> None:
     # Few values, so that Paeth's ties do occur, on both sides of where bytes wrap.
     image = (random_images(1, len(filters), 20, channels) % 6 + 252).astype(np.uint8)
-    np.testing.assert_array_equal(sources._from_png(encode_png(image, filters)), image)
+    np.testing.assert_array_equal(formats.from_png(encode_png(image, filters)), image)
 
 
 def test_png_as_pillow_writes_it() -> None:
@@ -734,7 +734,7 @@ def test_png_as_pillow_writes_it() -> None:
     image = np.cumsum(random_images(3, 40, 60, 3) // 64, axis=1).astype(np.uint8)
     stream = io.BytesIO()
     pillow.fromarray(image).save(stream, "PNG")
-    np.testing.assert_array_equal(sources._from_png(stream.getvalue()), image)
+    np.testing.assert_array_equal(formats.from_png(stream.getvalue()), image)
 
 
 @pytest.mark.parametrize(
@@ -756,7 +756,7 @@ def test_png_as_pillow_writes_it() -> None:
 )
 def test_png_that_is_refused(data: bytes, says: str) -> None:
     with pytest.raises(DataError, match=says):
-        sources._from_png(data)
+        formats.from_png(data)
 
 
 CIFAR_COUNTS = {"data_batch_1": 2, "data_batch_2": 1, "data_batch_3": 1, "data_batch_4": 1, "data_batch_5": 2}

@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from comfedl.data.apportion import proportional, rounded
 from comfedl.errors import ConfigError, DataError
 
 Rows = NDArray[np.int64]
 Labels = NDArray[Any]
 Parts = dict[str, Rows]
-
-_EPS = 1e-9  # a share times a count is a float: this near to a whole number, it is one
 
 
 class Partition(ABC):
@@ -161,9 +160,9 @@ class DominantClass(_Numbered):
         classes, i = len(pool), np.arange(self.clients)
         shares = np.full((self.clients, classes), (1 - self.rho) / max(classes - 1, 1))
         shares[i, i % classes] = self.rho
-        largest = _proportional(shares, pool)
+        largest = proportional(shares, pool)
         k = self.samples or largest
-        counts = _round(shares * k, pool) if 0 < k <= largest else None
+        counts = rounded(shares * k, pool) if 0 < k <= largest else None
         if counts is None:
             raise DataError(
                 f"{self} needs {k or 1} samples per client but its classes allow {largest}; ask for "
@@ -309,12 +308,12 @@ def like(
         raise DataError("The held-out pool's labels must be class indices, whole numbers from 0.")
     shares = shares / shares.sum(axis=1, keepdims=True)
     pool = np.bincount(pool_labels, minlength=shares.shape[1])[: shares.shape[1]]
-    largest = _proportional(shares, pool)
+    largest = proportional(shares, pool)
     if not largest:
         tries = range(int(pool.sum()) // len(shares), 0, -1)
-        largest = next((k for k in tries if _round(shares * k, pool) is not None), 0)
+        largest = next((k for k in tries if rounded(shares * k, pool) is not None), 0)
     k = per_client or largest
-    counts = _round(shares * k, pool) if 0 < k <= largest else None
+    counts = rounded(shares * k, pool) if 0 < k <= largest else None
     if counts is None:
         raise DataError(
             f"{len(pool_labels)} held-out samples cannot give {len(shares)} clients {k or 1} each in "
@@ -401,53 +400,3 @@ def _choose(pool: Rows, clients: int, portions: Rows, rng: np.random.Generator) 
         row[chosen] = portions
         left[chosen] -= 1
     return rng.permutation(counts)  # who chose early had less of a choice
-
-
-def _proportional(shares: NDArray[np.float64], pool: Rows) -> int:
-    """The largest k for which ``shares * k``, summed over the clients, is within the pool for every class."""
-    demand = shares.sum(axis=0)
-    owned = demand > _EPS
-    return math.floor(float((pool[owned] / demand[owned]).min()) + _EPS)
-
-
-def _round(quotas: NDArray[np.float64], capacity: Rows) -> Rows | None:
-    """Round entries up or down: row sums (whole) stay, columns stay within capacity; None if impossible.
-
-    Starts from the largest remainders of each row. While a column is too full, a shortest path of exchanges
-    within rows takes the surplus to one with room. That is maximum flow, so it finds a rounding whenever
-    there is one; and there is, whenever the columns of ``quotas`` themselves are within capacity.
-    """
-    clients, classes = quotas.shape
-    floor = np.floor(quotas + _EPS).astype(np.int64)
-    if (floor.sum(axis=0) > capacity).any():
-        return None
-    rest = np.round(np.maximum(quotas - floor, 0), 9)
-    ups = np.rint(quotas.sum(axis=1)).astype(np.int64) - floor.sum(axis=1)
-    # Ties begin at another class for each client, lest one class get them all.
-    turn = (np.arange(classes) - np.arange(clients)[:, None]) % classes
-    up = np.argsort(np.lexsort((turn, -rest), axis=1), axis=1) < ups[:, None]
-    while (over := floor.sum(axis=0) + up.sum(axis=0) - capacity).max() > 0:
-        movable = up.T.astype(float) @ ((rest > 0) & ~up)  # [from, to]: how many rows could exchange
-        path = _path(movable > 0, int(over.argmax()), over < 0)
-        if path is None:
-            return None
-        moved = int(min(over.max(), -over[path[-1]], *(movable[step] for step in pairwise(path))))
-        for a, b in pairwise(path):
-            rows = np.flatnonzero(up[:, a] & ~up[:, b] & (rest[:, b] > 0))
-            rows = rows[np.argsort(rest[rows, a] - rest[rows, b], kind="stable")[:moved]]
-            up[rows, a], up[rows, b] = False, True
-    return np.asarray(floor + up)
-
-
-def _path(edges: NDArray[np.bool_], source: int, goals: NDArray[np.bool_]) -> list[int] | None:
-    """A shortest path from ``source`` to any of ``goals``, by breadth-first search."""
-    paths = {source: [source]}
-    queue = [source]
-    for node in queue:  # grows as it is read
-        if goals[node]:
-            return paths[node]
-        for after in map(int, np.flatnonzero(edges[node])):
-            if after not in paths:
-                paths[after] = [*paths[node], after]
-                queue.append(after)
-    return None

