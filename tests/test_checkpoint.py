@@ -272,6 +272,43 @@ def test_other_data_are_not_resumed(three_clients: cf.FederatedData, tmp_path: P
         run(other, tmp_path / "cut", resume=True)
 
 
+def test_the_same_sizes_with_other_samples_are_other_data(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    stopped(three_clients, tmp_path / "cut")
+    other = {name: (x.flip(0), y.flip(0)) for name, (x, y) in three_clients.train.items()}
+    with pytest.raises(cf.RunFolderError, match="other data"):
+        run(cf.FederatedData(other, dict(three_clients.validation or {})), tmp_path / "cut", resume=True)
+
+
+def test_another_loss_is_another_run(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    stopped(three_clients, tmp_path / "cut")
+    with pytest.raises(cf.RunFolderError, match="another config"):
+        run(three_clients, tmp_path / "cut", resume=True, loss=nn.functional.multi_margin_loss)
+
+
+def test_a_run_of_the_readers_own_code_has_the_same_config_in_every_process(
+    three_clients: cf.FederatedData, tmp_path: Path
+) -> None:
+    problem = cf.Composition(lambda params, batch: params["w"], lambda y, batch: (y**2).sum())
+    method = cf.ComFedL(problem=problem)
+    cf.fit({"w": torch.ones(3)}, three_clients, method, rounds=1, out=tmp_path / "run")
+    assert " at 0x" not in (tmp_path / "run" / "config.toml").read_text()
+
+
+def test_a_finished_run_that_goes_on_anew_is_not_taken_for_finished(
+    three_clients: cf.FederatedData, tmp_path: Path
+) -> None:
+    """Without a checkpoint it starts from the first round; until it has ended there is no summary."""
+    run(three_clients, tmp_path / "run", checkpoint_every=None)
+    before = files(tmp_path / "run")
+
+    class Look(Callback):
+        def evaluated(self, row: Any, clients: Any) -> None:
+            assert not (tmp_path / "run" / "summary.json").exists()
+
+    run(three_clients, tmp_path / "run", checkpoint_every=None, resume=True, callbacks=[Look()])
+    assert files(tmp_path / "run") == before
+
+
 def test_force_and_resume_do_not_go_together(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     with pytest.raises(cf.ConfigError, match="both"):
         run(three_clients, tmp_path / "run", resume=True, force=True)

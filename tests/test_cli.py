@@ -689,3 +689,21 @@ def test_a_killed_run_goes_on_from_the_command_line(here: Path, comfedl_: Run) -
     assert comfedl_("run", "run.toml", "--out", "whole", *slow).code == 0
     for name in ("rounds.jsonl", "clients.jsonl", "model.safetensors", "config.toml"):
         assert (here / "cut" / name).read_bytes() == (here / "whole" / name).read_bytes()
+
+
+def test_a_comparison_goes_on_with_what_is_done(here: Path, comfedl_: Run) -> None:
+    (here / "other.toml").write_text(CONFIG.replace("lr = 0.1", "lr = 0.2"))
+    arguments = ("compare", "run.toml", "other.toml", "--out", "both", "--seeds", "2")
+    assert comfedl_(*arguments).code == 0
+    table = (here / "both" / "comparison.csv").read_bytes()
+    kept = (here / "both" / "run" / "seed-0" / "summary.json").stat().st_mtime_ns
+    (here / "both" / "other" / "seed-1" / "summary.json").unlink()
+    comfedl_(*arguments).refused("already holds a run")
+    assert comfedl_(*arguments, "--resume").code == 0
+    assert (here / "both" / "comparison.csv").read_bytes() == table
+    assert (here / "both" / "run" / "seed-0" / "summary.json").stat().st_mtime_ns == kept
+
+
+@pytest.mark.parametrize("change", ["seed=abc", "rouns=3"])
+def test_data_describe_refuses_what_a_run_would(here: Path, comfedl_: Run, change: str) -> None:
+    comfedl_("data", "describe", "run.toml", "--set", change).refused(change.split("=")[0])

@@ -607,3 +607,13 @@ def test_numbers_of_numpy_are_taken_for_what_they_are(three_clients: cf.Federate
     method = cf.FedAvg(lr=np.float32(0.5), local_steps=np.int64(2), batch_size=np.int64(3))  # type: ignore[arg-type]
     result = cf.fit(nn.Linear(4, 3).double(), three_clients, method, rounds=np.int64(1))  # type: ignore[arg-type]
     assert [row["round"] for row in result.rounds] == [1]
+
+
+OTHERS = [{"name": "chi-square", "rho": 0.3}, {"name": "cvar", "level": 0.5}, {"name": "tilt", "t": -1.0}]
+
+
+@pytest.mark.parametrize("outer", OTHERS, ids=lambda outer: outer["name"])
+def test_every_outer_reads_back_from_a_resolved_config(outer: dict[str, Any]) -> None:
+    config = parse_config({**SMALL, "algorithm": {"name": "comfedl", "outer": outer}})
+    again = parse_config(tomllib.loads(to_toml(config.resolved())))
+    assert again.make_algorithm() == config.make_algorithm()

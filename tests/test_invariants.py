@@ -64,6 +64,7 @@ def local_losses(linear: nn.Linear, data: dict[str, tuple[Tensor, Tensor]]) -> T
 # 1. Limits of gamma.
 
 
+@pytest.mark.filterwarnings("ignore:With one client a round")
 @pytest.mark.parametrize("taking_part", [None, 1, 2, 5])
 @pytest.mark.parametrize("inner", [None, cf.Adapt(0.2)])
 def test_a_large_gamma_is_uniform_averaging(taking_part: int | None, inner: cf.Adapt | None) -> None:

@@ -119,3 +119,10 @@ def test_one_round_moves_no_further_than_the_clip(three_clients: cf.FederatedDat
 def test_bad_settings_are_named(arguments: dict[str, object]) -> None:
     with pytest.raises(cf.ConfigError, match=next(iter(arguments))):
         cf.FedAvg(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_round_in_which_nobody_has_any_weight(three_clients: cf.FederatedData) -> None:
+    """TR-MAML may draw only clients whose weight has gone to 0: the model stays."""
+    method = cf.TRMAML(0.05, 50.0, lr=0.1, aggregate="trimmed-mean")
+    result = cf.fit(nn.Linear(4, 3).double(), three_clients, method, rounds=8, clients_per_round=1, seed=1)
+    assert all(bool(torch.isfinite(part).all()) for part in result.params.values())

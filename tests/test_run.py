@@ -98,6 +98,7 @@ def test_the_numbers_of_a_row_are_those_of_the_model(three_clients: cf.Federated
         assert row["train.accuracy"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
 
 
+@pytest.mark.filterwarnings("ignore:With one client a round")
 @pytest.mark.parametrize("method", [cf.FedAvg(), cf.FedAvg(weighting="uniform"), cf.ComFedL(outer=cf.KL(0.1))])
 @pytest.mark.parametrize("participants", [1, 2, 3, None])
 def test_who_takes_part_and_with_which_weight(
@@ -479,3 +480,35 @@ def test_what_diverged_says(value: float) -> None:
     text = str(cf.Diverged(3, "hospital", 2, value, 4.0))
     assert all(part in text for part in ("Round 3", "'hospital'", "local step 2", f"{value:g}", "weight 4"))
     assert math.isnan(value) == ("nan" in text)
+
+
+def test_the_state_dict_fits_the_model(three_clients: cf.FederatedData) -> None:
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    module[0].requires_grad_(False)
+    result = cf.fit(module, three_clients, cf.Ditto(0.1), rounds=2)
+    for client in (None, "a"):
+        module.load_state_dict(result.state_dict(client))
+    assert torch.equal(module[2].weight, result.personal("a")["2.weight"])
+
+
+def test_a_method_that_is_another_one_can_be_changed(three_clients: cf.FederatedData) -> None:
+    calls = []
+
+    class Mine(cf.FedMAML):
+        def train(self, learner: Any, message: Any, state: Any, batches: Any) -> Any:
+            calls.append(1)
+            return super().train(learner, message, state, batches)
+
+    cf.fit(nn.Linear(4, 3).double(), three_clients, Mine(0.05), rounds=2)
+    assert len(calls) == 6
+
+
+def test_one_client_a_round_makes_robust_weights_idle(three_clients: cf.FederatedData) -> None:
+    with pytest.warns(UserWarning, match=r"always 1, so KL\(gamma=0.2, cap=None\) has no effect"):
+        cf.fit(nn.Linear(4, 3).double(), three_clients, cf.ComFedL(outer=cf.KL(0.2)), rounds=1, clients_per_round=1)
+
+
+def test_the_order_of_fits_arguments_is_the_designs(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    loop: tuple[Any, ...] = (2, 0, "cross_entropy", None, 1, "embedded", tmp_path / "run", False, False)
+    result = cf.fit(nn.Linear(4, 3).double(), three_clients, cf.FedAvg(), *loop)
+    assert len(result.rounds) == 2

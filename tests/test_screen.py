@@ -59,20 +59,31 @@ FAULTS: dict[str, tuple[Corrupt, str]] = {
     "shape": (change(lambda part: part[:1]), r"\(1, 4\) torch.float64 and not \(3, 4\) torch.float64"),
     "dtype": (change(lambda part: part.float()), "torch.float32 and not"),
     "names": (
-        lambda reply: {"model": {"params": {"other": torch.zeros(3)}, "buffers": {}}},
+        lambda reply: {**reply, "model": {"params": {"other": torch.zeros(3)}, "buffers": {}}},
         "has other tensors than the model",
     ),
-    "size": (lambda reply: {**reply, "loss": torch.zeros(10_000_000)}, "neither a model nor a number"),
-    "loss": (lambda reply: {**reply, "loss": torch.tensor(torch.nan)}, "its loss is not finite"),
+    "no model": (lambda reply: {**reply, "model": torch.tensor(1.0)}, "has other tensors than the model"),
+    "nothing": (lambda reply: {}, "it consists of nothing and not of"),
+    "too much": (lambda reply: {**reply, "more": torch.zeros(10_000_000)}, "it consists of .*more.* and not of"),
+}
+LOSSES: dict[str, tuple[Corrupt, str]] = {
+    "NaN": (lambda reply: {**reply, "loss": torch.tensor(torch.nan)}, "its loss is not finite"),
+    "a vector": (lambda reply: {**reply, "loss": torch.zeros(10_000_000)}, "its loss is not a number"),
+    "a model": (lambda reply: {**reply, "loss": reply["model"]}, "its loss is not a number"),
+    "missing": (lambda reply: {"model": reply["model"]}, "it consists of model and not of loss, model"),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("method", [cf.FedAvg(), cf.ComFedL(outer=cf.KL(0.3))], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    ("method", "corrupt", "reason"),
+    [
+        *[(cf.FedAvg(), *fault) for fault in FAULTS.values()],
+        *[(cf.ComFedL(outer=cf.KL(0.3)), *fault) for fault in (FAULTS | LOSSES).values()],
+    ],
+)
 def test_a_bad_reply_is_refused_and_the_round_goes_on(
-    three_clients: cf.FederatedData, monkeypatch: pytest.MonkeyPatch, fault: str, method: Any
+    three_clients: cf.FederatedData, monkeypatch: pytest.MonkeyPatch, method: Any, corrupt: Corrupt, reason: str
 ) -> None:
-    corrupt, reason = FAULTS[fault]
     without = cf.FederatedData({name: three_clients.train[name] for name in ("a", "c")})
     alone = cf.fit(model(), without, method, rounds=1)
     corrupted(monkeypatch, {"b": corrupt})
@@ -131,7 +142,10 @@ def test_under_the_quorum_the_run_stops_with_its_state_saved(
     options: dict[str, Any] = {"rounds": 6, "out": tmp_path / "run"}
     with monkeypatch.context() as patched:
         corrupted(patched, {"a": FAULTS["NaN"][0], "b": FAULTS["shape"][0]}, rounds=[4])
-        with pytest.warns(BadReply), pytest.raises(cf.QuorumError, match=r"Round 4: only 1 of 3 .*quorum is 0.5"):
+        with (
+            pytest.warns(BadReply),
+            pytest.raises(cf.QuorumError, match=r"Round 4: only 1 of 3 clients.*quorum is 0.5"),
+        ):
             cf.fit(model(), three_clients, cf.Ditto(0.1), **options)
     result = cf.fit(model(), three_clients, cf.Ditto(0.1), resume=True, **options)
     assert result.rounds == whole.rounds
@@ -143,6 +157,35 @@ def test_a_client_that_diverges_by_itself_still_ends_the_run(three_clients: cf.F
     """That is not a bad client but a bad setting, and dropping the worst-off client is not what anybody wants."""
     with pytest.raises(cf.Diverged):
         cf.fit(model(), three_clients, cf.FedAvg(lr=1e308), rounds=2)
+
+
+def test_clients_that_do_not_answer_count_against_the_quorum(
+    three_clients: cf.FederatedData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Embedded.run
+    monkeypatch.setattr(
+        Embedded,
+        "run",
+        lambda self, step, clients, message, round: honest(
+            self, step, list(clients)[:1] if step == "train" else clients, message, round
+        ),
+    )
+    with pytest.raises(cf.QuorumError, match="only 1 of 3 clients"):
+        cf.fit(model(), three_clients, cf.FedAvg(), rounds=1)
+
+
+@pytest.mark.parametrize("method", [cf.DRFA(0.0), cf.QFedAvg(0.1, sampling="samples")])
+def test_clients_in_quarantine_are_not_drawn(
+    three_clients: cf.FederatedData, monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    spoil = FAULTS["NaN"][0]
+    asked = corrupted(monkeypatch, {"c": lambda reply: spoil(reply) if "model" in reply else reply})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BadReply)
+        cf.fit(model(), three_clients, method, rounds=30, clients_per_round=2, quorum=0.0)
+    offences = [names for _, names in asked if "c" in names]
+    assert len(offences) > 0
+    assert "c" not in asked[-1][1] and "c" not in asked[-2][1]
 
 
 # A client that lies about its loss to take the model over.

@@ -115,5 +115,5 @@ def test_describe_of_lists_of_values_and_of_code() -> None:
         code: Any
 
     told = describe(Two((cf.Identity(), 3), math.sqrt))
-    assert told == {"name": "two", "parts": [{"name": "identity"}, 3], "code": repr(math.sqrt)}
+    assert told == {"name": "two", "parts": [{"name": "identity"}, 3], "code": "math:sqrt"}
     same({"two": told})

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from comfedl import tree
 from comfedl.errors import RunFolderError
 from comfedl.tree import Tree
 
@@ -37,7 +38,7 @@ class Snapshot:
 
     round: int
     state: Tree
-    clients: Mapping[int, Tree]
+    clients: Callable[[], Mapping[int, Tree]]
     traffic: Mapping[str, int]
     offences: Mapping[int, int]
 
@@ -55,14 +56,16 @@ def write(folder: Path, snapshot: Snapshot, records: Mapping[str, tuple[int, str
     tensors: dict[str, Tensor] = {}
     places: dict[tuple[Any, ...], str] = {}
 
-    def keep(tree: Tree) -> Any:
+    def keep(part: Tree) -> Any:
         """The tree with names of tensors for tensors; one that stands in several places is kept once."""
-        if isinstance(tree, dict):
-            return {name: keep(part) for name, part in tree.items()}
-        place = (tree.data_ptr(), tree.shape, tree.stride(), tree.dtype) if tree.numel() else (id(tree),)
+        if isinstance(part, dict):
+            return {name: keep(below) for name, below in part.items()}
+        if not isinstance(part, Tensor):
+            raise TypeError(f"A state holds a {type(part).__name__}; it may hold tensors and dicts of them.")
+        place = (part.data_ptr(), part.shape, part.stride(), part.dtype) if part.numel() else (id(part),)
         if place not in places:
             places[place] = str(len(places))
-            tensors[places[place]] = tree.detach().cpu().contiguous().clone()
+            tensors[places[place]] = part.detach().cpu().contiguous().clone()
         return places[place]
 
     meta = {
@@ -73,7 +76,7 @@ def write(folder: Path, snapshot: Snapshot, records: Mapping[str, tuple[int, str
         "records": dict(records),
         "offences": {str(client): count for client, count in snapshot.offences.items()},
         "state": keep(snapshot.state),
-        "clients": {str(client): keep(state) for client, state in snapshot.clients.items()},
+        "clients": {str(client): keep(state) for client, state in snapshot.clients().items()},
     }
     content = save(tensors)
     meta["sha256"] = hashlib.sha256(content).hexdigest()
@@ -99,8 +102,10 @@ def write(folder: Path, snapshot: Snapshot, records: Mapping[str, tuple[int, str
         shutil.rmtree(old, ignore_errors=True)
 
 
-def read(folder: Path, fingerprint: str, device: torch.device) -> Saved | None:
+def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Saved | None:
     """The newest checkpoint that is whole; None where there is none at all.
+
+    The server's tensors go to the devices of their counterparts in ``like``, the clients' to ``device``.
 
     Raises:
         RunFolderError: the run is another one, was written by a later version, or no checkpoint is whole.
@@ -118,7 +123,7 @@ def read(folder: Path, fingerprint: str, device: torch.device) -> Saved | None:
             content = (path / "tensors.safetensors").read_bytes()
             if hashlib.sha256(content).hexdigest() != meta["sha256"]:
                 raise ValueError("its checksum does not match")
-            tensors = {name: tensor.to(device) for name, tensor in load(content).items()}
+            tensors = load(content)
         except RunFolderError:
             raise
         except Exception as error:  # whatever a damaged file makes the readers raise
@@ -130,12 +135,14 @@ def read(folder: Path, fingerprint: str, device: torch.device) -> Saved | None:
                 "--force."
             )
 
-        def give(tree: Any, tensors: dict[str, Tensor] = tensors) -> Tree:
-            return {name: give(part) for name, part in tree.items()} if isinstance(tree, dict) else tensors[tree]
+        def give(part: Any, tensors: dict[str, Tensor] = tensors) -> Tree:
+            return {name: give(below) for name, below in part.items()} if isinstance(part, dict) else tensors[part]
 
         kept = {int(client): give(state) for client, state in meta["clients"].items()}
+        kept = {client: tree.map(lambda leaf: leaf.to(device), state) for client, state in kept.items()}
+        state = tree.map(lambda leaf, mate: leaf.to(mate.device), give(meta["state"]), like)
         offences = {int(client): count for client, count in meta["offences"].items()}
-        snapshot = Snapshot(meta["round"], give(meta["state"]), kept, meta["traffic"], offences)
+        snapshot = Snapshot(meta["round"], state, kept.copy, meta["traffic"], offences)
         return Saved(snapshot, meta["records"])
     if found:
         raise RunFolderError(f"No checkpoint in {folder} is whole; start the run anew with --force.")

@@ -101,6 +101,7 @@ def compare(
     set: Changes = None,
     out: Annotated[Path, typer.Option(help="Where to write the runs and comparison.csv.")] = Path("runs/compare"),
     force: Force = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the runs that are done, and go on.")] = False,
 ) -> None:
     """Run several configs on the same data from the same initial model and show them side by side."""
     from comfedl.compare import run_comparison
@@ -111,7 +112,7 @@ def compare(
     if len({*names}) < len(names):
         raise ConfigError(f"Two configs have the same file name ({', '.join(names)}); rename one.")
     parsed = {path.stem: read_config(path, set or ()) for path in configs}
-    table, note = show_comparison(run_comparison(parsed, seeds, split, out, force))
+    table, note = show_comparison(run_comparison(parsed, seeds, split, out, force, resume))
     _print(table)
     typer.echo(note)
     typer.echo(f"Written to {out}")

@@ -14,7 +14,7 @@ import numpy as np
 from comfedl import checks
 from comfedl.config import Config, run_config
 from comfedl.errors import ConfigError
-from comfedl.folder import check_free, write_atomic
+from comfedl.folder import check_free, finished_rows, write_atomic
 from comfedl.metrics import Row
 from comfedl.progress import Progress
 from comfedl.step import Diverged
@@ -92,14 +92,23 @@ def _standard_error(numbers: np.ndarray) -> float:
 
 
 def run_comparison(
-    configs: Mapping[str, Config], seeds: int, split: str, out: Path, force: bool = False, progress: bool = True
+    configs: Mapping[str, Config],
+    seeds: int,
+    split: str,
+    out: Path,
+    force: bool = False,
+    resume: bool = False,
+    progress: bool = True,
 ) -> Comparison:
-    """Run every config with every seed, counted up from its own, and write the runs and a table of all numbers."""
+    """Run every config with every seed, counted up from its own, and write the runs and a table of all numbers.
+
+    With ``resume`` the runs that ``out`` already holds are not run again, or go on.
+    """
     checks.at_least("seeds", seeds, 1)
     _check_alike(configs)
     folders = {(name, i): out / name / f"seed-{i}" for name in configs for i in range(seeds)}
     for folder in folders.values():
-        check_free(folder, force)
+        check_free(folder, force, resume)
     rows: dict[str, list[Row]] = {name: [] for name in configs}
     for i in range(seeds):
         fed = None
@@ -111,8 +120,13 @@ def run_comparison(
                     f"split is {split!r}, but it must be train, or validation or test if the data has it."
                 )
             watch = [Progress(config.rounds, f"{name}, seed {seeded.seed}")] if progress else []
+            done = finished_rows(folders[name, i], seeded.resolved()) if resume else None
+            if done is not None:
+                rows[name].append(done[-1])
+                continue
+            folder = folders[name, i]
             try:
-                result = run_config(seeded, out=folders[name, i], force=force, callbacks=watch, fed=fed)
+                result = run_config(seeded, folder, force, resume, callbacks=watch, fed=fed)
             except Diverged as error:
                 error.advice = f"This is {name} with seed {seeded.seed}. {error.advice}"
                 raise

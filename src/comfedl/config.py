@@ -157,7 +157,11 @@ def read_data(path: Path, changes: Sequence[str] = (), progress: bool = False) -
         table = DataTable.model_validate(settings["data"])
     except ValidationError as error:
         raise _readable(error, "data") from None
-    return table.make_data(int(settings.get("seed", 0)), progress)
+    for key in settings:
+        if key not in Config.model_fields:
+            raise unknown("", key, Config.model_fields)
+    checks.at_least("seed", settings.get("seed", 0), 0)
+    return table.make_data(settings.get("seed", 0), progress)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

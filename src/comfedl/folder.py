@@ -14,6 +14,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -31,6 +32,7 @@ from comfedl.result import Result
 from comfedl.screen import QuorumError
 from comfedl.settings import to_toml
 from comfedl.step import Diverged
+from comfedl.tree import Tree
 
 # What a run writes. A folder that holds any of these is not free, since they would be replaced.
 FILES = ("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint")
@@ -135,7 +137,7 @@ class RunFolder(Callback):
 
     # Going on.
 
-    def load(self, device: torch.device) -> tuple[Snapshot | None, list[Row], list[Row]]:
+    def load(self, like: Tree, device: torch.device) -> tuple[Snapshot | None, list[Row], list[Row]]:
         """The last checkpoint and the records up to it; nothing where the run has not got that far."""
         if not self._resumed:
             return None, [], []
@@ -147,11 +149,13 @@ class RunFolder(Callback):
                     f"{self.path} holds a run with another config ({_difference(written, self._settings)})"
                     "; resume it with its own, or start anew with --force."
                 )
-            saved = checkpoint.read(self.path / "checkpoint", self._fingerprint, device)
+            saved = checkpoint.read(self.path / "checkpoint", self._fingerprint, like, device)
             for name in RECORDS:
                 size, checksum = (0, hashlib.sha256().hexdigest()) if saved is None else saved.records[name]
                 self._digests[name] = _cut(self.path / name, size, checksum)
             rows, client_rows = (_rows(self.path / name) for name in RECORDS)
+            for name in ("summary.json", "model.safetensors"):  # of a run that is not at its end any more
+                (self.path / name).unlink(missing_ok=True)
         if saved is not None:
             self._saved_round = saved.snapshot.round
         return (None if saved is None else saved.snapshot), rows, client_rows
@@ -182,7 +186,8 @@ class RunFolder(Callback):
 
     def settled(self, snapshot: Snapshot) -> None:
         due = time.monotonic() - self._saved_at >= SECONDS if self._every is None else snapshot.round % self._every == 0
-        self._last = snapshot
+        states = snapshot.clients()  # as they are now: the next round may change them and then fail
+        snapshot = self._last = replace(snapshot, clients=lambda: states)
         if due or self._stop is not None:
             self._save(snapshot)
         if self._stop is not None:
@@ -321,6 +326,13 @@ def _cut(path: Path, size: int, checksum: str) -> hashlib._Hash:
 def _rows(path: Path) -> list[Row]:
     with path.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+
+
+def finished_rows(path: Path, settings: Mapping[str, Any]) -> list[Row] | None:
+    """The rounds of a run that has ended well under just these settings; None where there is no such run."""
+    if not (path / "summary.json").exists() or (path / "config.toml").read_text("utf-8") != to_toml(settings):
+        return None
+    return _rows(path / "rounds.jsonl")
 
 
 def _difference(written: str, settings: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from comfedl.simplex import capped_weights, chi_square_weights, log_mean_exp, so
 
 class Outer(ABC):
     """An outer function; ``objective`` is the number to watch, from the values of all clients."""
+
+    name: ClassVar[str] = "own"
+    """Its name in a config."""
 
     @abstractmethod
     def objective(self, values: Tensor) -> Tensor:
@@ -52,6 +56,8 @@ class Coupled(Outer):
 class Identity(Separable):
     """g(y) = y: every client counts the same, as in federated averaging with uniform weights."""
 
+    name: ClassVar[str] = "identity"
+
     def slope(self, y: Tensor) -> Tensor:
         return torch.ones_like(y)
 
@@ -68,6 +74,8 @@ class Exp(Separable):
     says so. ``KL`` has the same minimisers and is stable. The objective is reported as eq. (5),
     gamma * log-mean-exp, which is finite and grows with eq. (6).
     """
+
+    name: ClassVar[str] = "exp"
 
     gamma: float
 
@@ -97,6 +105,8 @@ class KL(Coupled):
     reports a false loss cannot take over the model; cap = 1 is uniform.
     """
 
+    name: ClassVar[str] = "kl"
+
     gamma: float
     cap: float | None = None
 
@@ -121,6 +131,8 @@ class KL(Coupled):
 class Tilt(Coupled):
     """(1 / t) log(mean_i exp(t y_i)), TERM's tilted mean: t > 0 is KL(1 / t), t < 0 plays down outlying clients."""
 
+    name: ClassVar[str] = "tilt"
+
     t: float
 
     def __post_init__(self) -> None:
@@ -136,6 +148,8 @@ class Tilt(Coupled):
 @dataclass(frozen=True)
 class CVaR(Coupled):
     """The mean over the worst share 1 - level of the clients: level 0 is the mean, level 0.9 the worst tenth."""
+
+    name: ClassVar[str] = "cvar"
 
     level: float
 
@@ -153,6 +167,8 @@ class CVaR(Coupled):
 class ChiSquare(Coupled):
     """The worst mixture r with (1 / 2n) sum_i (n r_i - 1)^2 <= rho: rho 0 is the mean, (n - 1) / 2 the worst client."""
 
+    name: ClassVar[str] = "chi-square"
+
     rho: float
 
     def __post_init__(self) -> None:
@@ -168,6 +184,8 @@ class ChiSquare(Coupled):
 @dataclass(frozen=True)
 class Power(Separable):
     """g(y) = y^(q + 1) / (q + 1), q-FFL's outer: q = 0 is the mean, a large q follows the worst client."""
+
+    name: ClassVar[str] = "power"
 
     q: float
 
@@ -200,13 +218,5 @@ class Custom(Separable):
         return self.value(values).mean()
 
 
-OUTERS: dict[str, type[Outer]] = {
-    "identity": Identity,
-    "exp": Exp,
-    "kl": KL,
-    "tilt": Tilt,
-    "cvar": CVaR,
-    "chi-square": ChiSquare,
-    "power": Power,
-}
+OUTERS: dict[str, type[Outer]] = {outer.name: outer for outer in (Identity, Exp, KL, Tilt, CVaR, ChiSquare, Power)}
 """The outer functions by the names that a config uses."""

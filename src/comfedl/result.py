@@ -35,6 +35,11 @@ class Result:
     names: Sequence[str] = field(repr=False)
     ask_personal: Callable[[int], Model] = field(repr=False)
 
+    def state_dict(self, client: str | None = None) -> Params:
+        """Parameters and buffers together, for ``model.load_state_dict``: the global model's or a client's own."""
+        model = Model(params=self.params, buffers=self.buffers) if client is None else self.personal_model(client)
+        return {**model["params"], **model["buffers"]}
+
     def personal(self, client: str) -> Params:
         """The parameters that this client would use: after its own adaptation steps, or the model it keeps."""
         return self.personal_model(client)["params"]

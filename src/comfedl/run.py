@@ -38,13 +38,14 @@ def fit(
     loss: str | LossFunction = "cross_entropy",
     clients_per_round: int | None = None,
     eval_every: int = 1,
-    checkpoint_every: int | None = None,
-    quorum: float = 0.5,
     engine: str = "embedded",
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = False,
+    *,
     force: bool = False,
+    checkpoint_every: int | None = None,
+    quorum: float = 0.5,
     callbacks: Sequence[Callback] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Result:
@@ -60,13 +61,13 @@ def fit(
             its own and does not use it.
         clients_per_round: how many clients take part in a round, drawn uniformly; None is all of them.
         eval_every: evaluate all clients after every so many rounds, and after the last.
-        checkpoint_every: write a checkpoint to ``out`` after every so many rounds; None is about every 30 seconds.
-        quorum: the share of a round's replies that must be usable; with fewer the run stops, its state saved.
         engine: where the clients live.
         out: a folder to write the run to.
         resume: go on with the run that ``out`` holds, from its last checkpoint: the result is the same, to the bit.
         progress: show a progress bar.
         force: replace a run that ``out`` already holds.
+        checkpoint_every: write a checkpoint to ``out`` after every so many rounds; None is about every 30 seconds.
+        quorum: the share of a round's replies that must be usable; with fewer the run stops, its state saved.
         callbacks: what else hangs on the loop.
         settings: what to record in the run folder as its config; by default these arguments.
 
@@ -92,6 +93,7 @@ def fit(
         watchers.append(Progress(rounds))
     if out is not None:
         shown = settings or {
+            "loss": describe(loss),
             "rounds": rounds,
             "seed": seed,
             "clients_per_round": clients_per_round,
@@ -101,19 +103,20 @@ def fit(
             "engine": engine,
             "algorithm": describe(algorithm),
         }
-        known = fingerprint(data.names, data.train.sizes.tolist(), *tree.leaves(initial))
+        known = fingerprint(*data.contents(), *frozen.values(), *tree.leaves(initial))
         folder = RunFolder(Path(out), shown, force, resume, known, checkpoint_every)
         watchers.insert(0, folder)
 
     screen = Screen(initial, clients.names, quorum)
     run = _Run(algorithm, clients, seed, clients_per_round or len(data), watchers, screen)
+    algorithm.check(len(data), run.participants)
     state, first_round = algorithm.init(initial, len(data)), 1
     try:
         if resume:
-            saved, run.rows, run.client_rows = folder.load(first.device)
+            saved, run.rows, run.client_rows = folder.load(state, first.device)
             if saved is not None:
                 state, first_round = saved.state, saved.round + 1
-                clients.restore(saved.clients)
+                clients.restore(saved.clients())
                 run.traffic = Traffic(**saved.traffic)
                 run.screen.offences = dict(saved.offences)
         for watcher in watchers:
@@ -122,7 +125,7 @@ def fit(
             state, used = run.round(number, state)
             if number % eval_every == 0 or number == rounds:
                 run.evaluate(number, state, used)
-            snapshot = Snapshot(number, state, clients.states(), asdict(run.traffic), dict(run.screen.offences))
+            snapshot = Snapshot(number, state, clients.states, asdict(run.traffic), run.screen.offences)
             for watcher in watchers:
                 watcher.round_done(number)
                 watcher.settled(snapshot)
@@ -169,20 +172,20 @@ class _Run:
         screen: Screen,
     ) -> None:
         self.algorithm, self.engine, self.seed, self.participants = algorithm, engine, seed, participants
-        self.watchers, self.screen = watchers, screen
+        self.watchers, self.screen, self.steps = watchers, screen, algorithm.steps()
         self.rows: list[Row] = []
         self.client_rows: list[Row] = []
         self.traffic = Traffic()
 
     def round(self, number: int, state: State) -> tuple[State, Used]:
-        here = Round(number, self.seed, self.participants, self.engine, self.traffic, self.screen)
+        here = Round(number, self.seed, self.participants, self.engine, self.traffic, self.screen, self.steps)
         return self.algorithm.round(state, here)
 
     def evaluate(self, number: int, state: State, used: Used) -> None:
         everybody = range(len(self.engine.names))
         replies = self.engine.run("evaluate", everybody, {"model": self.algorithm.reported(state)}, number)
         scores = [{name: float(score) for name, score in reply.items()} for reply in replies.each("scores")]
-        sizes = torch.from_numpy(self.engine.sizes)
+        sizes = torch.from_numpy(self.engine.sizes[replies.clients])
         weights: dict[int, float] = {}
         for client, weight in zip(used.clients, used.weights.tolist(), strict=True):
             weights[client] = weights.get(client, 0.0) + weight  # a client may be drawn more than once
@@ -197,12 +200,12 @@ class _Run:
             "down_bytes": self.traffic.down_bytes,
         }
         client_rows: list[Row] = [
-            {"round": number, "client": name, **score, "weight": weights.get(i, 0.0)}
-            for i, (name, score) in enumerate(zip(self.engine.names, scores, strict=True))
+            {"round": number, "client": self.engine.names[i], **score, "weight": weights.get(i, 0.0)}
+            for i, score in zip(replies.clients, scores, strict=True)
         ]
         if used.duals is not None:
-            for client_row, dual in zip(client_rows, used.duals.tolist(), strict=True):
-                client_row["dual"] = dual
+            for i, client_row in zip(replies.clients, client_rows, strict=True):
+                client_row["dual"] = float(used.duals[i])
         self.rows.append(row)
         self.client_rows.extend(client_rows)
         for watcher in self.watchers:
@@ -274,7 +277,7 @@ def _learner(
         function, scores = loss, {}
     else:
         raise ConfigError(f"loss is {loss!r}, but it must be one of {', '.join(LOSSES)}, or a function (output, y).")
-    own = getattr(algorithm, "problem", None) is not None
+    own = algorithm.own_problem
     if isinstance(model, nn.Module):
         parameters = {name: (part.requires_grad, part.detach().clone()) for name, part in model.named_parameters()}
         frozen = {name: part for name, (trained, part) in parameters.items() if not trained}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from comfedl import tree
 from comfedl.errors import ComfedlError
 from comfedl.problem import Model
-from comfedl.step import Replies
+from comfedl.step import MODEL, NUMBER, Replies
 from comfedl.tree import Tree
 
 QUARANTINE = 3  # a client whose replies were refused this often is not asked again
@@ -34,41 +35,48 @@ class Screen:
         """Whether a client is in quarantine."""
         return self.offences.get(client, 0) >= QUARANTINE
 
-    def passed(self, round: int, replies: Replies) -> Replies:
-        """The replies that can be used.
+    def passed(self, round: int, asked: Sequence[int], replies: Replies, sends: Mapping[str, str]) -> Replies:
+        """The replies that can be used, of those who were asked; ``sends`` says what each must consist of.
 
         Raises:
-            QuorumError: fewer than the quorum of those who were asked.
+            QuorumError: they are fewer than the quorum.
         """
-        faults = replies.faults(self.fault)
+        faults = replies.faults(partial(self.fault, sends=sends))
         for client, reason in faults.items():
             self.offences[client] = self.offences.get(client, 0) + 1
             barred = f"; it is not asked again after {QUARANTINE} such replies" if self.barred(client) else ""
             name = self._names[client]
             warnings.warn(f"Round {round}: the reply of client {name!r} is refused: {reason}{barred}.", BadReply, 2)
         good = len(replies.clients) - sum(client in faults for client in replies.clients)
-        if good < max(1, self._quorum * len(replies.clients)):
-            first = next(iter(faults.items()), None)
-            example = "" if first is None else f" (client {self._names[first[0]]!r}: {first[1]})"
-            raise QuorumError(
-                f"Round {round}: only {good} of {len(replies.clients)} replies can be used{example}, and the quorum is "
-                f"{self._quorum:g} of them; see to these clients and resume, or lower quorum."
-            )
+        first = next(iter(faults.items()), None)
+        self.enough(
+            round, good, len(asked), "" if first is None else f" (client {self._names[first[0]]!r}: {first[1]})"
+        )
         return replies.without(faults) if faults else replies
 
-    def fault(self, reply: dict[str, Tree]) -> str | None:
+    def enough(self, round: int, good: int, wanted: int, example: str = "") -> None:
+        """Stop the run where too few clients are left."""
+        if good < max(1, self._quorum * wanted):
+            raise QuorumError(
+                f"Round {round}: only {good} of {wanted} clients can be used{example}, and the quorum is "
+                f"{self._quorum:g} of them; see to these clients and resume, or lower quorum."
+            )
+
+    def fault(self, reply: dict[str, Tree], sends: Mapping[str, str]) -> str | None:
         """What is wrong with a reply, if anything."""
+        if sends and reply.keys() != sends.keys():
+            return f"it consists of {', '.join(sorted(reply)) or 'nothing'} and not of {', '.join(sorted(sends))}"
         for part, value in reply.items():
-            if isinstance(value, dict) and value.keys() == {"params", "buffers"}:
-                found = _signature(value)
+            if sends.get(part, MODEL if isinstance(value, dict) else NUMBER) == MODEL:
+                found = _signature(value) if isinstance(value, dict) else {}
                 if found.keys() != self._like.keys():
                     odd = sorted(found.keys() ^ self._like.keys())[0]
                     return f"its {part} has other tensors than the model ({odd})"
                 for name, like in self._like.items():
                     if found[name] != like:
                         return f"{name} of its {part} is {found[name]} and not {like}"
-            elif any(leaf.ndim for leaf in tree.leaves(value)):
-                return f"its {part} is neither a model nor a number"
+            elif isinstance(value, dict) or value.ndim:
+                return f"its {part} is not a number"
             if not tree.finite(value):
                 return f"its {part} is not finite"
         return None

@@ -22,6 +22,8 @@ def describe(value: Any) -> Any:
     if isinstance(value, tuple):
         return [describe(part) for part in value]
     value = plain_number(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"  # the same in every process, unlike its address
     return value if isinstance(value, int | float | str | list | dict) or value is None else repr(value)
 
 

@@ -1,4 +1,4 @@
-"""Weights on the probability simplex, always computed in the log domain.
+"""Weights on the probability simplex; exponentials are always computed in the log domain.
 
 The common shift inside an exponent is shared by all clients; a shift of each client's own would delete the
 re-weighting.

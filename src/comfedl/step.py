@@ -47,21 +47,30 @@ Batches = Mapping[str, Sequence[Batch]]
 class Outcome(NamedTuple):
     """What a client step gives: the reply travels, the state and what was watched stay with the client.
 
-    ``watched`` holds numbers per local step (``loss`` and ``weight``) that must be finite.
+    A state of None leaves it as it was. ``watched`` holds numbers per local step (``loss`` and ``weight``) that must be
+    finite. ``scratch`` is what the client's next step in the same round gets in place of its state.
     """
 
     reply: dict[str, Tree]
     state: Tree = None
     watched: Mapping[str, Tensor] = {}
+    scratch: Tree = None
+
+
+MODEL, NUMBER = "model", "number"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A client step and the data it draws. Steps of the same ``noise`` see the same dropout in a round."""
+    """A client step and the data it draws. Steps of the same ``noise`` see the same dropout in a round.
+
+    ``sends`` says what a reply must consist of, ``MODEL`` or ``NUMBER`` by the part's name; with nothing said, any.
+    """
 
     run: Callable[[Learner, dict[str, Tree], Tree, Batches], Outcome]
     draws: Mapping[str, Draw] = field(default_factory=dict)
     noise: str | None = None
+    sends: Mapping[str, str] = field(default_factory=dict)
 
 
 class Diverged(ComfedlError, ArithmeticError):
@@ -134,7 +143,12 @@ class Replies(ABC):
 
 
 class Engine(ABC):
-    """Where the clients are: runs a named step on a set of them and returns their replies."""
+    """Where the clients are: runs a named step on a set of them and returns their replies.
+
+    Replies may be fewer than were asked: whoever does not answer in time is left out, and the screen decides whether
+    those that came are enough. A client whose training leaves the finite numbers raises ``Diverged``, the first in the
+    order of the clients where there are several, and an engine with many processes raises it in all of them.
+    """
 
     names: Sequence[str]
     sizes: NDArray[np.int64]

@@ -103,7 +103,7 @@ def test_drfa_is_uniform_averaging_where_everybody_is_drawn_once(
     running: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Once:
-        def choice(self, n: int, size: int, p: Array) -> Array:
+        def choice(self, n: int, size: int, replace: bool, p: Array) -> Array:
             return np.arange(n)
 
         def integers(self, low: int, high: int) -> int:

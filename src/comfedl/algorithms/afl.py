@@ -17,7 +17,7 @@ from comfedl.algorithms.base import Algorithm, Round, State, Used
 from comfedl.errors import ConfigError
 from comfedl.problem import Learner, Model
 from comfedl.simplex import project
-from comfedl.step import Batches, Outcome
+from comfedl.step import NUMBER, Batches, Outcome
 from comfedl.tree import Tree
 
 
@@ -48,12 +48,14 @@ class AFL(Algorithm):
         duals = torch.full((clients,), 1 / clients, dtype=torch.float64)
         return {"model": model, "duals": duals, "average": model, "rounds": torch.tensor(0)}
 
-    def round(self, state: State, here: Round) -> tuple[State, Used]:
-        if here.participants != here.clients:
+    def check(self, clients: int, participants: int) -> None:
+        if participants != clients:
             raise ConfigError(
-                f"AFL asks all {here.clients} clients in every round, but clients_per_round is {here.participants}; "
+                f"AFL asks all {clients} clients in every round, but clients_per_round is {participants}; "
                 "leave it out, or use DRFA(local_steps=1), its relative for a sample of clients."
             )
+
+    def round(self, state: State, here: Round) -> tuple[State, Used]:
         duals = state["duals"]
         replies = here.ask("train", here.sample(), {"model": state["model"]})
         weights, ascent = duals[replies.clients], torch.zeros_like(duals)
@@ -75,6 +77,9 @@ class AFL(Algorithm):
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return values.max()
+
+    def reply(self) -> dict[str, str]:
+        return {**super().reply(), "loss": NUMBER}
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         trained = self.descend(learner, message["model"], batches)

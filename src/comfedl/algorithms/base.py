@@ -6,7 +6,7 @@ An algorithm knows nothing of where clients live. Its server state is a tree of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +19,7 @@ from comfedl import checks, rng, tree
 from comfedl.problem import Adapt, Batch, Learner, LocalLoss, Model, Objective, Params, gradient
 from comfedl.robust import RULES, robust_mean
 from comfedl.screen import Screen
-from comfedl.step import Batches, Diverged, Draw, Engine, Outcome, Replies, Step
+from comfedl.step import MODEL, Batches, Diverged, Draw, Engine, Outcome, Replies, Step
 from comfedl.tree import Tree
 
 State = dict[str, Tree]
@@ -41,8 +41,8 @@ class Traffic:
     up_bytes: int = 0
     down_bytes: int = 0
 
-    def count(self, message: Tree, replies: Replies) -> None:
-        self.down_bytes += tree.nbytes(message) * len(replies.clients)
+    def count(self, message: Tree, asked: Sequence[int], replies: Replies) -> None:
+        self.down_bytes += tree.nbytes(message) * len(asked)
         self.up_bytes += replies.nbytes()
 
 
@@ -56,6 +56,7 @@ class Round:
     engine: Engine
     traffic: Traffic = field(default_factory=Traffic)
     screen: Screen | None = None
+    steps: Mapping[str, Step] = field(default_factory=dict)
 
     @property
     def clients(self) -> int:
@@ -73,29 +74,38 @@ class Round:
 
     def sample(self, purpose: str = "clients") -> list[int]:
         """Choose the round's clients uniformly without replacement, among those that are not in quarantine."""
-        everybody = self._asked(range(self.clients))
+        everybody = self._allowed(range(self.clients))
+        if self.screen is not None:
+            self.screen.enough(self.number, len(everybody), self.participants)
         if self.participants >= len(everybody):
             return everybody
         chosen = self.rng(purpose).choice(len(everybody), size=self.participants, replace=False, shuffle=False)
         return sorted(everybody[i] for i in chosen)
 
-    def _asked(self, clients: Sequence[int]) -> list[int]:
+    def sample_by(self, weights: NDArray[Any], replace: bool = False) -> list[int]:
+        """Choose the round's clients with chances in proportion to weights; with ``replace`` one may come twice."""
+        shares = np.zeros(self.clients)
+        allowed = self._allowed(range(self.clients))
+        shares[allowed] = weights[allowed]
+        if not shares.any():  # all the weight is on clients in quarantine
+            shares[allowed] = 1.0
+        size = self.participants if replace else min(self.participants, int(np.count_nonzero(shares)))
+        shares /= shares.sum()
+        return sorted(self.rng("clients").choice(self.clients, size=size, replace=replace, p=shares).tolist())
+
+    def _allowed(self, clients: Sequence[int]) -> list[int]:
         """Those of these clients that may be asked."""
         if self.screen is None or not self.screen.offences:
             return list(clients)
         return [client for client in clients if not self.screen.barred(client)]
 
-    def sample_by(self, weights: NDArray[Any]) -> list[int]:
-        """Choose the round's clients without replacement, with chances in proportion to these weights."""
-        shares = weights / weights.sum()
-        chosen = self.rng("clients").choice(self.clients, size=self.participants, replace=False, p=shares)
-        return sorted(chosen.tolist())
-
     def ask(self, step: str, clients: Sequence[int], message: dict[str, Tree]) -> Replies:
         """Ask these clients to do a named step with this message; ``clients`` of the replies says whose can be used."""
-        replies = self.engine.run(step, self._asked(clients), message, self.number)
-        self.traffic.count(message, replies)
-        return replies if self.screen is None else self.screen.passed(self.number, replies)
+        replies = self.engine.run(step, clients, message, self.number)
+        self.traffic.count(message, clients, replies)
+        if self.screen is None:
+            return replies
+        return self.screen.passed(self.number, clients, replies, self.steps[step].sends if step in self.steps else {})
 
 
 class Descent(NamedTuple):
@@ -205,6 +215,9 @@ class Algorithm(ABC):
 
     # What the server does.
 
+    def check(self, clients: int, participants: int) -> None:  # noqa: B027 - most methods take any number
+        """Refuse, or warn of, a number of participants that the method cannot use."""
+
     def blend(self, model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
         """The new model, ``w + sum_i r_i (w_i - w)``, with the bounds on what one client can move."""
         scale = torch.ones_like(weights)
@@ -220,6 +233,8 @@ class Algorithm(ABC):
             for reply, s in zip(replies.each(name), scale.tolist(), strict=True)
         ]
         total = float(weights.sum())
+        if total <= 0:  # nobody present has any weight
+            return mixed
         stacked = tree.map(lambda *parts: torch.stack(parts), *clipped)
         centre = robust_mean(self.aggregate, stacked, weights / total, self.trim)
         return Model(
@@ -254,6 +269,11 @@ class Algorithm(ABC):
         return LocalLoss(learner)
 
     @property
+    def own_problem(self) -> bool:
+        """Whether a client's objective is the reader's own, which needs neither a module nor a loss function."""
+        return False
+
+    @property
     def adaptation(self) -> tuple[float, int]:
         """The step size and the number of steps to a client's personal model."""
         return self.lr, 1 if self.personal_steps is None else self.personal_steps
@@ -269,7 +289,7 @@ class Algorithm(ABC):
         splits = {split: Draw(split) for split in SPLITS}
         outer = {f"outer of {split}": Draw("outer", instead=split) for split in SPLITS[1:]}
         return {
-            "train": Step(self.train, self.draws()),
+            "train": Step(self.train, self.draws(), sends=self.reply()),
             "evaluate": Step(self.evaluate, {**splits, **outer, **value, "personal": personal}, noise="personal"),
             "personal": Step(self.give_personal, {"personal": personal}, noise="personal"),
         }
@@ -277,6 +297,10 @@ class Algorithm(ABC):
     def draws(self) -> dict[str, Draw]:
         """The batches of local training."""
         return {"inner": Draw("train", self.batch_size, self.local_steps)}
+
+    def reply(self) -> dict[str, str]:
+        """What a client sends after local training."""
+        return {"model": MODEL}
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         """Local training from the model received; sends back the model it ends at."""
@@ -327,6 +351,8 @@ class Algorithm(ABC):
                 if personal is not model:
                     own = learner.scores(personal, data)
                     scores |= {f"{split}.personal_{name}": score for name, score in own.items()}
+        if isinstance(objective, LocalLoss) and self.loss_samples is None:
+            return Outcome({"scores": scores, "value": scores["train.loss"]})  # measured already
         value = objective.value(model, batches["value train"][0], batches["value outer"][0])
         return Outcome({"scores": scores, "value": value})
 
@@ -371,11 +397,17 @@ class Renamed(Algorithm):
     def client_state(self, model: Model) -> Tree:
         return self.method.client_state(model)
 
+    def check(self, clients: int, participants: int) -> None:
+        self.method.check(clients, participants)
+
     def draws(self) -> dict[str, Draw]:
         return self.method.draws()
 
-    def steps(self) -> dict[str, Step]:
-        return self.method.steps()
+    def reply(self) -> dict[str, str]:
+        return self.method.reply()
+
+    def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        return self.method.train(learner, message, state, batches)
 
 
 def adapt_draws(adapt: Adapt, batch_size: int | None, outer_size: int | None, count: int) -> dict[str, Draw]:

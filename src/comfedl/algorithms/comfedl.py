@@ -5,6 +5,7 @@ Huang, Li: Compositional federated learning: Applications in distributionally ro
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from comfedl.algorithms.base import Algorithm, Round, State, Used, adapt_draws
 from comfedl.errors import ConfigError
 from comfedl.outer import Coupled, Identity, Outer, Separable
 from comfedl.problem import Adapt, Adapted, Composition, Learner, LocalLoss, Model, Objective, Own
-from comfedl.step import Batches, Diverged, Draw, Outcome
+from comfedl.step import NUMBER, Batches, Diverged, Draw, Outcome
 from comfedl.tree import Tree
 
 
@@ -94,6 +95,18 @@ class ComFedL(Algorithm):
         return LocalLoss(learner) if self.inner is None else Adapted(learner, self.inner)
 
     @property
+    def own_problem(self) -> bool:
+        return self.problem is not None
+
+    def check(self, clients: int, participants: int) -> None:
+        if isinstance(self.g, Coupled) and participants == 1 < clients:
+            warnings.warn(
+                f"With one client a round its weight is always 1, so {self.g} has no effect; use 2 clients_per_round "
+                "or more.",
+                stacklevel=3,
+            )
+
+    @property
     def adaptation(self) -> tuple[float, int]:
         if self.inner is None:
             return super().adaptation
@@ -110,6 +123,9 @@ class ComFedL(Algorithm):
         if isinstance(self.g, Coupled):
             draws |= {f"value {split}": Draw(split, self.loss_samples, bounded=True) for split in ("train", "outer")}
         return draws
+
+    def reply(self) -> dict[str, str]:
+        return super().reply() | ({"loss": NUMBER} if isinstance(self.g, Coupled) else {})
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         slope = self.g.slope if isinstance(self.g, Separable) else torch.ones_like

@@ -17,7 +17,7 @@ from torch import Tensor
 from comfedl import checks
 from comfedl.algorithms.base import Algorithm, Round, State, Used
 from comfedl.problem import Learner, LocalLoss
-from comfedl.step import Batches, Draw, Outcome, Step
+from comfedl.step import NUMBER, Batches, Draw, Outcome, Step
 from comfedl.tree import Tree
 
 
@@ -60,12 +60,13 @@ class DeltaFL(Algorithm):
 
     def steps(self) -> dict[str, Step]:
         whole = {"value": Draw("train", self.loss_samples, bounded=True)}
-        return {**super().steps(), "loss": Step(self.loss, whole)}
+        return {**super().steps(), "loss": Step(self.loss, whole, sends={"loss": NUMBER})}
 
     def loss(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        """The loss of the model received, which the client keeps in case it is asked to train."""
+        """The loss of the model received, which the client holds on to in case it is asked to train."""
         whole = batches["value"][0]
-        return Outcome({"loss": LocalLoss(learner).value(message["model"], whole, whole)}, message["model"])
+        loss = LocalLoss(learner).value(message["model"], whole, whole)
+        return Outcome({"loss": loss}, scratch=message["model"])
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         return super().train(learner, {"model": state}, None, batches)

@@ -15,13 +15,15 @@ from comfedl import checks
 from comfedl.algorithms.base import Algorithm, Round, State, Used
 from comfedl.problem import Learner, LocalLoss, Model
 from comfedl.simplex import project
-from comfedl.step import Batches, Draw, Outcome, Step
+from comfedl.step import MODEL, NUMBER, Batches, Draw, Outcome, Step
 from comfedl.tree import Tree
 
 
 @dataclass(frozen=True)
 class DRFA(Algorithm):
     """Clients are drawn by learnt weights lambda; a second, uniform sample reports losses, which move lambda.
+
+    A client that is drawn twice trains once and counts twice, in the mean and in the traffic, as in the analysis.
 
     Args:
         dual_lr: the step size of lambda; a round moves it by local_steps times that.
@@ -49,9 +51,9 @@ class DRFA(Algorithm):
         return {"model": model, "duals": torch.full((clients,), 1 / clients, dtype=torch.float64)}
 
     def round(self, state: State, here: Round) -> tuple[State, Used]:
-        model, duals, n, m = state["model"], state["duals"], here.clients, here.participants
+        model, duals, n = state["model"], state["duals"], here.clients
         # With replacement, so that the plain mean is unbiased for the sum with weights lambda.
-        drawn = sorted(here.rng("clients").choice(n, size=m, p=duals.numpy()).tolist())
+        drawn = here.sample_by(duals.numpy(), replace=True)
         snapshot = torch.tensor(int(here.rng("snapshot").integers(1, self.local_steps + 1)), dtype=torch.int32)
         replies = here.ask("train", drawn, {"model": model, "snapshot": snapshot})
         mean = torch.full((len(replies.clients),), 1 / len(replies.clients), dtype=torch.float64)
@@ -73,7 +75,10 @@ class DRFA(Algorithm):
 
     def steps(self) -> dict[str, Step]:
         batch = Draw("train", self.loss_samples, bounded=True) if self.whole_loss else Draw("train", self.batch_size)
-        return {**super().steps(), "loss": Step(self.loss, {"batch": batch})}
+        return {**super().steps(), "loss": Step(self.loss, {"batch": batch}, sends={"loss": NUMBER})}
+
+    def reply(self) -> dict[str, str]:
+        return {**super().reply(), "snapshot": MODEL}
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         t, inner = int(message["snapshot"]), batches["inner"]

@@ -16,7 +16,7 @@ from comfedl import checks
 from comfedl.algorithms.base import Algorithm, Round, State, Used
 from comfedl.errors import ConfigError
 from comfedl.problem import Learner, LocalLoss
-from comfedl.step import Batches, Diverged, Draw, Outcome
+from comfedl.step import NUMBER, Batches, Diverged, Draw, Outcome
 from comfedl.tree import Tree
 
 SAMPLINGS = ("uniform", "samples")
@@ -69,6 +69,9 @@ class QFedAvg(Algorithm):
 
     def draws(self) -> dict[str, Draw]:
         return {**super().draws(), "value": Draw("train", self.loss_samples, bounded=True)}
+
+    def reply(self) -> dict[str, str]:
+        return {**super().reply(), "loss": NUMBER}
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         trained = self.descend(learner, message["model"], batches)

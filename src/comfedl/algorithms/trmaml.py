@@ -16,7 +16,7 @@ from comfedl import checks
 from comfedl.algorithms.base import Algorithm, Round, State, Used, adapt_draws
 from comfedl.problem import Adapt, Adapted, Learner, Model, Objective
 from comfedl.simplex import project
-from comfedl.step import Batches, Draw, Outcome
+from comfedl.step import NUMBER, Batches, Draw, Outcome
 from comfedl.tree import Tree
 
 
@@ -77,6 +77,9 @@ class TRMAML(Algorithm):
 
     def draws(self) -> dict[str, Draw]:
         return super().draws() | adapt_draws(self.adapt, self.batch_size, self.batch_size, self.local_steps)
+
+    def reply(self) -> dict[str, str]:
+        return {**super().reply(), "loss": NUMBER}
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         trained = self.descend(learner, message["model"], batches)

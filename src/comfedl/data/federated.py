@@ -147,6 +147,16 @@ class FederatedData:
         moved._splits = {name: split.to(dtype, device) for name, split in self._splits.items()}
         return moved
 
+    def contents(self) -> Iterator[Any]:
+        """All that makes these data what they are; a tensor that several splits share is given once."""
+        seen: set[int] = set()
+        for name, split in self._splits.items():
+            yield name, tuple(split.names), split.offsets.tobytes()
+            for part in (split.x, split.y, split.rows):
+                if part is not None and part.data_ptr() not in seen:
+                    seen.add(part.data_ptr())
+                    yield part
+
     def __len__(self) -> int:
         return len(self.names)
 

@@ -28,9 +28,14 @@ class Embedded(Engine):
         self._data, self._learner, self._steps, self._seed = data, learner, steps, seed
         self._initial = state
         self._states: dict[int, Tree] = {}
+        self._scratch: dict[int, Tree] = {}
+        self._round, self._bytes = 0, 0
 
     def run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
-        with _threads_for(message):
+        self._bytes = max(self._bytes, tree.nbytes(message))
+        if round != self._round:
+            self._round, self._scratch = round, {}
+        with _threads_for(self._bytes):
             return self._run(step, clients, message, round)
 
     def states(self) -> dict[int, Tree]:
@@ -44,15 +49,22 @@ class Embedded(Engine):
         replies: dict[int, dict[str, Tree]] = {}
         for i in dict.fromkeys(clients):
             # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
-            with torch.random.fork_rng(devices=_devices(message)):
+            with torch.random.fork_rng(devices=self._devices()):
                 torch.manual_seed(rng.key(self._seed, f"{named.noise or step}/torch", round, self.names[i]) >> 1)
-                state = self._states.get(i, self._initial)
+                state = self._scratch.get(i, self._states.get(i, self._initial))
                 outcome = named.run(self._learner, message, state, self._batches(step, named, i, round))
             check_finite(round, self.names[i], outcome)
             if outcome.state is not None:
                 self._states[i] = outcome.state
+            if outcome.scratch is not None:
+                self._scratch[i] = outcome.scratch
             replies[i] = outcome.reply
         return LocalReplies(clients, [replies[i] for i in clients])
+
+    def _devices(self) -> list[torch.device]:
+        """The accelerator that the clients are on, if any: its generator is kept apart as well."""
+        device = self._data.train.x.device
+        return [device] if device.type == "cuda" else []
 
     def _batches(self, step: str, named: Step, client: int, round: int) -> dict[str, Sequence[Batch]]:
         return {
@@ -77,10 +89,10 @@ SMALL = 400_000
 
 
 @contextmanager
-def _threads_for(message: Tree) -> Iterator[None]:
+def _threads_for(size: int) -> Iterator[None]:
     """One thread for a small model, torch's own choice for a large one."""
     threads = torch.get_num_threads()
-    if threads == 1 or tree.nbytes(message) > SMALL:
+    if threads == 1 or size > SMALL:
         yield
         return
     torch.set_num_threads(1)
@@ -88,11 +100,6 @@ def _threads_for(message: Tree) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _devices(message: Tree) -> list[torch.device]:
-    """The accelerators that a message lies on: their generators are kept apart as well."""
-    return sorted({leaf.device for leaf in tree.leaves(message) if leaf.device.type == "cuda"}, key=str)
 
 
 class LocalReplies(Replies):
