@@ -617,3 +617,32 @@ def test_every_outer_reads_back_from_a_resolved_config(outer: dict[str, Any]) ->
     config = parse_config({**SMALL, "algorithm": {"name": "comfedl", "outer": outer}})
     again = parse_config(tomllib.loads(to_toml(config.resolved())))
     assert again.make_algorithm() == config.make_algorithm()
+
+
+# The engine's own table.
+
+
+def test_the_embedded_engines_table() -> None:
+    config = small("embedded.vectorize=serial", "embedded.memory_mb=100")
+    assert config.resolved()["embedded"] == {"vectorize": "serial", "memory_mb": 100}
+    assert "embedded" not in small().resolved()
+    serial, auto = run_config(config), run_config(small())
+    for name, part in serial.params.items():
+        torch.testing.assert_close(part, auto.params[name])
+    with pytest.raises(cf.ConfigError, match="Conv2d"):
+        run_config(small("embedded.vectorize=stack", "model.name=cnn4"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("embedded.vectorize=stak", ["embedded.vectorize", "stack"]),
+        ("embedded.vectorise=stack", ["vectorise", "vectorize"]),
+        ("embedded.memory_mb=0", ["embedded.memory_mb", "above 0"]),
+        ("embedded=stack", ["embedded", "stack"]),
+    ],
+)
+def test_a_mistake_in_the_embedded_engines_table(change: str, words: list[str]) -> None:
+    with pytest.raises(cf.ConfigError) as error:
+        small(change)
+    assert all(word in message(error) for word in words)

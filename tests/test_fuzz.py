@@ -78,6 +78,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     } | ({} if clients is None else {"clients_per_round": clients})
 
 
+@pytest.mark.filterwarnings("ignore:With one client a round")
 @few
 @given(configs())
 def test_a_config_trains_or_says_why_not(settings: dict[str, Any]) -> None:

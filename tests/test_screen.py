@@ -35,9 +35,13 @@ def corrupted(
         if step not in ("train", "loss"):
             return replies
         asked.append((round, [self.names[i] for i in clients]))
+        parts = self._steps[step].sends
+        honestly = [
+            dict(zip(parts, row, strict=True)) for row in zip(*(replies.each(part) for part in parts), strict=True)
+        ]
         sent = [
-            bad[self.names[i]](dict(reply)) if self.names[i] in bad and round in rounds else reply
-            for i, reply in zip(clients, replies._replies, strict=True)  # type: ignore[attr-defined]
+            bad[self.names[i]](reply) if self.names[i] in bad and round in rounds else reply
+            for i, reply in zip(clients, honestly, strict=True)
         ]
         return LocalReplies(clients, sent)
 

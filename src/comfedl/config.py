@@ -19,6 +19,7 @@ from comfedl.data.federated import FederatedData
 from comfedl.data.loading import load
 from comfedl.data.partition import IID, PARTITIONS, Natural, Partition
 from comfedl.data.sources import SOURCES
+from comfedl.engines.choice import WAYS
 from comfedl.errors import ConfigError
 from comfedl.result import Result
 from comfedl.run import check_loop, fit
@@ -71,6 +72,15 @@ class DataTable(_Table):
         return own | {"partition": name} | {k: v for k, v in describe(partition).items() if k != "name"}
 
 
+class EmbeddedTable(BaseModel):
+    """[embedded]: how the embedded engine runs clients; see ``Embedded``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    vectorize: str = "auto"
+    memory_mb: float = 512
+
+
 class Config(BaseModel):
     """A whole run. ``data.seed`` is the split's own seed; it follows ``seed`` where it is not given."""
 
@@ -83,6 +93,7 @@ class Config(BaseModel):
     checkpoint_every: int | None = None
     quorum: float = 0.5
     engine: str = "embedded"
+    embedded: EmbeddedTable | None = None
     data: DataTable
     model: _Table = _Table(name="logistic")
     algorithm: _Table
@@ -122,6 +133,11 @@ class Config(BaseModel):
         """Build what needs no data, so that a mistake is found before anything is fetched."""
         self.make_algorithm()
         self.data.make_partition()
+        if self.embedded is not None:
+            checks.one_of("embedded.vectorize", self.embedded.vectorize, WAYS)
+            checks.positive("embedded.memory_mb", self.embedded.memory_mb)
+            if self.engine != "embedded":
+                raise ConfigError(f"There is a table [embedded], but engine is {self.engine!r}; leave one of them out.")
         check_loop(**{name: getattr(self, name) for name in LOOP})
         if self.data.seed is not None:
             checks.at_least("data.seed", self.data.seed, 0)
@@ -140,6 +156,7 @@ class Config(BaseModel):
             "data": self.data.resolved(),
             "model": {"name": self.model.name, **defaults(self._model_function(), given=2), **self.model.arguments},
             "algorithm": {"name": self.algorithm.name, **algorithm, **written},
+            **({} if self.embedded is None else {"embedded": self.embedded.model_dump()}),
         }
 
 
@@ -208,6 +225,7 @@ def run_config(
         progress=progress,
         callbacks=callbacks,
         settings=config.resolved(),
+        engine_options=None if config.embedded is None else config.embedded.model_dump(),
     )
 
 
@@ -219,6 +237,8 @@ def _readable(error: ValidationError, table: str = "") -> ConfigError:
     first = error.errors()[0]
     path = [table, *map(str, first["loc"])] if table else [str(part) for part in first["loc"]]
     where = ".".join(path)
+    if first["type"] == "extra_forbidden" and path[0] == "embedded":
+        return unknown("embedded", path[1], EmbeddedTable.model_fields)
     if first["type"] == "extra_forbidden":
         return unknown("", where, Config.model_fields)
     if first["type"] == "missing" or (len(path) == 1 and path[0] in EXAMPLES):

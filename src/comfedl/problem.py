@@ -22,14 +22,14 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from comfedl import checks, tree
+from comfedl.losses import LossFunction
+from comfedl.stateless import Stateless
 from comfedl.tree import Tree
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
-LossFunction = Callable[[Any, Tensor], Tensor]
 Pullback = Callable[[Tree], Params]
 
 # How many samples one forward pass takes when all of a client's data is evaluated. It is fixed, and the order is the
@@ -57,17 +57,21 @@ class Learner:
         loss: LossFunction | None = None,
         metrics: Mapping[str, LossFunction] | None = None,
     ) -> None:
-        self.module = copy.deepcopy(module)
+        self.call = None if module is None else Stateless(copy.deepcopy(module))
         self.loss_function = loss
         self.metrics = metrics or {}
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The model, for its structure alone."""
+        return None if self.call is None else self.call.module
+
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
         """The model's output on ``x``, and its buffers afterwards (unchanged where ``train`` is false)."""
-        assert self.module is not None
-        self.module.train(train)
+        assert self.call is not None
         # The module writes to its buffers in place: it gets copies, so that this function stays pure.
         after = {name: buffer.clone() for name, buffer in buffers.items()} if train else buffers
-        return functional_call(self.module, (params, after), (x,)), after
+        return self.call(x, train, params, after), after
 
     def loss(self, params: Params, buffers: Params, batch: Batch, train: bool = True) -> tuple[Tensor, Params]:
         """The mean loss on a batch, and the buffers afterwards."""
@@ -76,18 +80,30 @@ class Learner:
         output, after = self.output(params, buffers, x, train)
         return self.loss_function(output, y), after
 
+    def pull_loss(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
+        """The mean loss on a batch, its pullback to the parameters (to be called once), and the buffers afterwards."""
+        return pull(lambda params: self.loss(params, buffers, batch), params)
+
+    def mean_loss(self, model: Model, data: Batch) -> Tensor:
+        """The mean loss of a model on whole data."""
+        assert self.loss_function is not None
+        return self.means(model, data, {"loss": self.loss_function})["loss"]
+
     def scores(self, model: Model, data: Batch) -> dict[str, Tensor]:
         """The loss and the metrics of a model on whole data."""
         assert self.loss_function is not None
-        functions = {"loss": self.loss_function, **self.metrics}
+        return self.means(model, data, {"loss": self.loss_function, **self.metrics})
+
+    def means(self, model: Model, data: Batch, functions: Mapping[str, LossFunction]) -> dict[str, Tensor]:
+        """The means of functions (output, y) over whole data, taken chunk by chunk and without a graph."""
 
         def of(part: Batch) -> dict[str, Tensor]:
             x, y = paired(part)
             output, _ = self.output(model["params"], model["buffers"], x, train=False)
             return {name: function(output, y) for name, function in functions.items()}
 
-        scores: dict[str, Tensor] = mean_over(data, of)
-        return scores
+        means: dict[str, Tensor] = mean_over(data, of)
+        return means
 
 
 class Objective(Protocol):
@@ -147,9 +163,11 @@ def _pulled(value: Tree, at: Tree, cotangent: Tree, create_graph: bool = False) 
     pairs = [(v, c) for v, c in zip(tree.leaves(value), tree.leaves(cotangent), strict=True) if v.requires_grad]
     if not pairs:  # a value that does not depend on anything
         return tree.map(torch.zeros_like, at)
-    values, cotangents = zip(*pairs, strict=True)
+    # As the gradients of single numbers: handing cotangents to autograd.grad makes torch load sympy, half a second.
+    with torch.enable_grad():
+        numbers = [(v * c).sum() if v.ndim else v * c for v, c in pairs]
     sources = list(tree.leaves(at))
-    found = iter(torch.autograd.grad(values, sources, cotangents, create_graph=create_graph, materialize_grads=True))
+    found = iter(torch.autograd.grad(numbers, sources, create_graph=create_graph, materialize_grads=True))
     return tree.map(lambda _: next(found), at)
 
 
@@ -160,14 +178,13 @@ class LocalLoss:
     learner: Learner
 
     def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Tensor, Pullback, Params]:
-        return pull(lambda params: self.learner.loss(params, model["buffers"], batch), model["params"])
+        return self.learner.pull_loss(model["params"], model["buffers"], batch)
 
     def outer(self, y: Tensor, buffers: Params, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         return y, lambda cotangent: cotangent
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
-        loss: Tensor = mean_over(data, lambda part: self.learner.loss(**model, batch=part, train=False)[0])
-        return loss
+        return self.learner.mean_loss(model, data)
 
 
 @dataclass(frozen=True)
@@ -291,7 +308,7 @@ class Adapted:
 
     def outer(self, y: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Params]]:
         # The buffers have moved in the pass at w; this one leaves them as they are.
-        value, pullback, _ = pull(lambda y: self.learner.loss(y, buffers, batch), y)
+        value, pullback, _ = self.learner.pull_loss(y, buffers, batch)
         return value, pullback
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:

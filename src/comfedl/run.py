@@ -20,8 +20,9 @@ from comfedl.data.federated import FederatedData
 from comfedl.engines import ENGINES, make_engine
 from comfedl.errors import ConfigError, DataError
 from comfedl.folder import RunFolder
+from comfedl.losses import LOSSES, LossFunction
 from comfedl.metrics import Row
-from comfedl.problem import Learner, LossFunction, Model, Params
+from comfedl.problem import Learner, Model, Params
 from comfedl.progress import Progress
 from comfedl.result import Result
 from comfedl.screen import Screen
@@ -48,6 +49,7 @@ def fit(
     quorum: float = 0.5,
     callbacks: Sequence[Callback] = (),
     settings: Mapping[str, Any] | None = None,
+    engine_options: Mapping[str, Any] | None = None,
 ) -> Result:
     """Train a model over the clients' data.
 
@@ -70,6 +72,7 @@ def fit(
         quorum: the share of a round's replies that must be usable; with fewer the run stops, its state saved.
         callbacks: what else hangs on the loop.
         settings: what to record in the run folder as its config; by default these arguments.
+        engine_options: the engine's own arguments, such as ``{"vectorize": "serial"}`` (see ``Embedded``).
 
     Raises:
         ConfigError: a setting that cannot be used.
@@ -86,7 +89,9 @@ def fit(
     first = next(iter(initial["params"].values()))
     data = fed.to(first.dtype, first.device)
     _check_fit(learner, initial, data)
-    clients = make_engine(engine, data, learner, algorithm.steps(), seed, algorithm.client_state(initial))
+    clients = make_engine(
+        engine, data, learner, algorithm.steps(), seed, algorithm.client_state(initial), engine_options
+    )
 
     watchers = list(callbacks)
     if progress:
@@ -253,16 +258,6 @@ def check_loop(
     for name, value in (("clients_per_round", clients_per_round), ("checkpoint_every", checkpoint_every)):
         if value is not None:
             checks.at_least(name, value, 1)
-
-
-def accuracy(output: Tensor, y: Tensor) -> Tensor:
-    """The share of samples whose largest output is their label."""
-    return (output.argmax(dim=1) == y).to(output.dtype).mean()
-
-
-LOSSES: dict[str, tuple[LossFunction, dict[str, LossFunction]]] = {
-    "cross_entropy": (functional.cross_entropy, {"accuracy": accuracy}),
-}
 
 
 def _learner(

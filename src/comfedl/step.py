@@ -72,6 +72,11 @@ class Step:
     noise: str | None = None
     sends: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether its method says that an engine may run it for many clients at once (``Algorithm.elementwise``)."""
+        return bool(getattr(getattr(self.run, "__self__", None), "elementwise", False))
+
 
 class Diverged(ComfedlError, ArithmeticError):
     """Training left the finite numbers: says round, client, local step, loss and weight."""

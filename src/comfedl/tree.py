@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,9 +52,17 @@ def nbytes(tree: Tree) -> int:
 
 def finite(tree: Tree) -> bool:
     """Whether every floating-point number in the tree is finite."""
-    return all(bool(torch.isfinite(leaf).all()) for leaf in leaves(tree) if leaf.is_floating_point())
+    # A sum that is finite had only finite terms, and is the faster to look at; one that is not may have overflowed.
+    return all(
+        math.isfinite(leaf.sum().item()) or bool(torch.isfinite(leaf).all())
+        for leaf in leaves(tree)
+        if leaf.is_floating_point()
+    )
 
 
 def step(tree: Tree, rate: float, direction: Tree) -> Tree:
     """One descent step, ``tree - rate * direction``."""
-    return map(lambda leaf, u: leaf - rate * u, tree, direction)
+    rate = float(rate)
+    if abs(rate) > 1e30:  # torch.sub refuses a rate beyond a leaf's type, where the product is just infinite
+        return map(lambda leaf, u: leaf - rate * u, tree, direction)
+    return map(lambda leaf, u: torch.sub(leaf, u, alpha=rate), tree, direction)

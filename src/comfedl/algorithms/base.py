@@ -201,6 +201,17 @@ class Algorithm(ABC):
     """Its objective, in one line."""
     sends: ClassVar[str]
     """What travels each way in a round, per participant; d is the number of parameters."""
+    elementwise: ClassVar[bool] = True
+    """Whether its client steps are elementwise in parameters and losses, but for what the learner does.
+
+    Then an engine may hand them tensors with many clients in front. A class of the reader's own says so itself.
+    """
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        # Not inherited from here: a step that takes the norm of all parameters would take that of all clients.
+        if "elementwise" not in cls.__dict__:
+            cls.elementwise = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
 
     def __post_init__(self) -> None:
         checks.positive("lr", self.lr)

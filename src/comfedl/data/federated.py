@@ -55,12 +55,23 @@ class Split(Mapping[str, Batch]):
         rows = self.rows[start:stop]
         return self.x.index_select(0, rows), self.y.index_select(0, rows)
 
+    def wholes(self, clients: NDArray[np.int64]) -> Batch:
+        """All samples of these clients, one client after another."""
+        if self.rows is None and (np.diff(clients) == 1).all():
+            start, stop = int(self.offsets[clients[0]]), int(self.offsets[clients[-1] + 1])
+            return self.x[start:stop], self.y[start:stop]
+        return self.at(np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in clients]))
+
     def take(self, i: int, positions: NDArray[np.int64]) -> Batch:
         """The i-th client's samples at these positions; the result has their shape in front."""
-        flat = torch.from_numpy((positions + self.offsets[i]).reshape(-1)).to(self.x.device)
+        return self.at(positions + self.offsets[i])
+
+    def at(self, places: NDArray[np.int64]) -> Batch:
+        """The samples at these places, counted over all clients; the result has their shape in front."""
+        flat = torch.from_numpy(places.reshape(-1)).to(self.x.device)
         rows = flat if self.rows is None else self.rows.index_select(0, flat)
         x, y = self.x.index_select(0, rows), self.y.index_select(0, rows)
-        return x.reshape(*positions.shape, *x.shape[1:]), y.reshape(*positions.shape, *y.shape[1:])
+        return x.reshape(*places.shape, *x.shape[1:]), y.reshape(*places.shape, *y.shape[1:])
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Split:
         """The same split with its floating-point numbers in this dtype, on this device."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from typing import Any
 
 from comfedl import checks
 from comfedl.data.federated import FederatedData
@@ -15,8 +17,20 @@ ENGINES = {"embedded": Embedded}
 
 
 def make_engine(
-    name: str, data: FederatedData, learner: Learner, steps: Mapping[str, Step], seed: int, state: Tree = None
+    name: str,
+    data: FederatedData,
+    learner: Learner,
+    steps: Mapping[str, Step],
+    seed: int,
+    state: Tree = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """The engine of this name, with the clients' data on it; ``state`` is what each client starts with."""
+    """The engine of this name, with the clients' data on it; ``state`` is what each client starts with.
+
+    ``options`` are the engine's own arguments.
+    """
     checks.one_of("engine", name, ENGINES)
-    return ENGINES[name](data, learner, steps, seed, state)
+    allowed = list(inspect.signature(ENGINES[name]).parameters)[5:]
+    for option in options or {}:
+        checks.one_of(f"An option of the engine {name}", option, allowed)
+    return ENGINES[name](data, learner, steps, seed, state, **options or {})

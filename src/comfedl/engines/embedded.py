@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from operator import getitem
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from comfedl import rng, tree
+from comfedl import checks, rng, tree
 from comfedl.data.federated import FederatedData
-from comfedl.problem import Batch, Learner
-from comfedl.step import Draw, Engine, Replies, Step, check_finite
+from comfedl.engines.batches import Drawn, Sizes, alike, portions
+from comfedl.engines.choice import choose
+from comfedl.engines.convolution import ChannelsLast, laid_out, plain
+from comfedl.engines.replies import LocalReplies, Part, StackedReplies, stacked, unstacked
+from comfedl.errors import ConfigError
+from comfedl.problem import Learner
+from comfedl.step import Diverged, Engine, Outcome, Replies, Step, check_finite
 from comfedl.tree import Tree
+
+logger = logging.getLogger("comfedl")
+
+__all__ = ["Embedded", "LocalReplies"]
+
+# How many clients at most run at once: more leave the processor's cache and gain nothing.
+MOST = 25
+# How often a client's parameters and batches are in memory at once: models before and after, gradients, activations.
+COPIES = 6
 
 
 class Embedded(Engine):
-    """Runs client steps one after another; a client's state is kept here, made when it is first needed."""
+    """Runs client steps, many clients at once where that is faster; a client's state is kept here.
+
+    Args:
+        state: what a client starts with; the engine shares it between clients until they change it.
+        vectorize: "stack" runs dense models of many clients as batched matrix products, "vmap" any model by
+            torch.func.vmap, "serial" one client after another; "auto" stacks where it can. The numbers are the same,
+            to rounding.
+        memory_mb: how much memory the clients that run at once may take, roughly.
+    """
 
     def __init__(
-        self, data: FederatedData, learner: Learner, steps: Mapping[str, Step], seed: int, state: Tree = None
+        self,
+        data: FederatedData,
+        learner: Learner,
+        steps: Mapping[str, Step],
+        seed: int,
+        state: Tree = None,
+        vectorize: str = "auto",
+        memory_mb: float = 512,
     ) -> None:
-        """``state`` is what a client starts with; the engine shares it between clients until they change it."""
+        checks.positive("memory_mb", memory_mb)
         self.names, self.sizes = data.names, data.train.sizes
-        self._data, self._learner, self._steps, self._seed = data, learner, steps, seed
+        self._data, self._steps, self._seed, self._memory = data, steps, seed, memory_mb * 1e6
+        self._one, self._many, why = choose(vectorize, learner, data, steps.values())
+        logger.info("Clients run %s.", why)
         self._initial = state
         self._states: dict[int, Tree] = {}
         self._scratch: dict[int, Tree] = {}
@@ -35,7 +66,8 @@ class Embedded(Engine):
         self._bytes = max(self._bytes, tree.nbytes(message))
         if round != self._round:
             self._round, self._scratch = round, {}
-        with _threads_for(self._bytes):
+        # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
+        with _threads_for(self._bytes), torch.random.fork_rng(devices=self._devices()):
             return self._run(step, clients, message, round)
 
     def states(self) -> dict[int, Tree]:
@@ -46,42 +78,110 @@ class Embedded(Engine):
 
     def _run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
         named = self._steps[step]
-        replies: dict[int, dict[str, Tree]] = {}
-        for i in dict.fromkeys(clients):
-            # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
-            with torch.random.fork_rng(devices=self._devices()):
-                torch.manual_seed(rng.key(self._seed, f"{named.noise or step}/torch", round, self.names[i]) >> 1)
-                state = self._scratch.get(i, self._states.get(i, self._initial))
-                outcome = named.run(self._learner, message, state, self._batches(step, named, i, round))
-            check_finite(round, self.names[i], outcome)
-            if outcome.state is not None:
-                self._states[i] = outcome.state
-            if outcome.scratch is not None:
-                self._scratch[i] = outcome.scratch
-            replies[i] = outcome.reply
-        return LocalReplies(clients, [replies[i] for i in clients])
+        drawn = Drawn(self._data, named.draws, step, list(dict.fromkeys(clients)), self._seed, round)
+        received = laid_out(message) if isinstance(self._one, ChannelsLast) else message
+        parts: list[Part] = []
+        failed: dict[int, Diverged] = {}  # by the client's place among those that were asked
+        for ks in self._chunks(named, drawn, message):
+            who: list[int] = drawn.clients[ks].tolist()
+            if len(who) > 1:
+                outcome = self._together(named, drawn, ks, message)
+            else:
+                noise = rng.key(self._seed, f"{named.noise or step}/torch", round, self.names[who[0]]) >> 1
+                outcome = self._alone(named, drawn, int(ks[0]), received, noise)
+            failed |= self._failed(round, ks.tolist(), who, outcome)
+            parts.append(Part(who, outcome.reply))
+            for kept, new in ((self._states, outcome.state), (self._scratch, outcome.scratch)):
+                if new is not None:
+                    _keep(kept, who, new)
+        if failed:
+            raise failed[min(failed)]
+        if all(len(part.clients) == 1 for part in parts):
+            replies = {part.clients[0]: part.reply for part in parts}
+            return LocalReplies(clients, [replies[i] for i in clients])
+        return StackedReplies(
+            clients, [part if len(part.clients) > 1 else Part(part.clients, stacked([part.reply])) for part in parts]
+        )
+
+    def _chunks(self, named: Step, drawn: Drawn, message: Tree) -> Iterator[Sizes]:
+        """The clients that run at once, as places in ``drawn``."""
+        if self._many is None or not named.elementwise:
+            yield from np.arange(len(drawn.clients))[:, None]
+            return
+        stateless = [self._state(i) is None for i in drawn.clients.tolist()]
+        most = int(self._memory / (COPIES * (self._bytes + drawn.nbytes())))
+        for ks in alike(drawn, stateless, self._many.ragged):
+            for portion in portions(drawn.whole[ks], max(1, min(MOST, most))):
+                yield ks[portion]
+
+    def _alone(self, named: Step, drawn: Drawn, k: int, message: dict[str, Tree], noise: int) -> Outcome:
+        """One client's step."""
+        # Where only the CPU's generator is drawn from, torch.manual_seed would be ten times the work.
+        torch.manual_seed(noise) if self._devices() else torch.default_generator.manual_seed(noise)
+        state = self._state(int(drawn.clients[k]))
+        images = isinstance(self._one, ChannelsLast)
+        outcome = named.run(self._one, message, laid_out(state) if images else state, drawn.of_one(k))
+        if not images:
+            return outcome
+        return outcome._replace(reply=plain(outcome.reply), state=plain(outcome.state), scratch=plain(outcome.scratch))
+
+    def _together(self, named: Step, drawn: Drawn, ks: Sizes, message: dict[str, Tree]) -> Outcome:
+        """The step of many clients, their tensors stacked."""
+        assert self._many is not None
+        count = len(ks)
+        received = {
+            # A lone number is the same for all, and stays one.
+            name: part if isinstance(part, Tensor) and part.ndim == 0 else stacked([part] * count)
+            for name, part in message.items()
+        }
+        states = [self._state(i) for i in drawn.clients[ks].tolist()]
+        state = None if states[0] is None else stacked(states)
+        try:
+            outcome = named.run(self._many, received, state, drawn.of_many(ks))
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+            raise ConfigError(
+                'The model or the loss cannot be run for many clients at once; use vectorize = "serial". '
+                f"torch says: {error}"
+            ) from error
+        reply = tree.map(lambda leaf: leaf.expand(count) if leaf.ndim == 0 else leaf, outcome.reply)
+        return outcome._replace(reply=reply)
+
+    def _failed(self, round: int, ks: list[int], who: list[int], outcome: Outcome) -> dict[int, Diverged]:
+        """Which of these clients have left the finite numbers."""
+        if tree.finite([dict(outcome.watched), outcome.reply]):
+            return {}
+        replies = [outcome.reply] if len(who) == 1 else unstacked(outcome.reply, len(who))
+        failed = {}
+        for place, (k, i) in enumerate(zip(ks, who, strict=True)):
+            watched = outcome.watched
+            if len(who) > 1:
+                watched = {name: values[..., place] for name, values in watched.items()}
+            try:
+                check_finite(round, self.names[i], Outcome(replies[place], watched=watched))
+            except Diverged as error:
+                failed[k] = error
+        return failed
+
+    def _state(self, client: int) -> Tree:
+        """What a client's next step gets: what it holds for this round, or what it keeps."""
+        return self._scratch.get(client, self._states.get(client, self._initial))
 
     def _devices(self) -> list[torch.device]:
         """The accelerator that the clients are on, if any: its generator is kept apart as well."""
         device = self._data.train.x.device
         return [device] if device.type == "cuda" else []
 
-    def _batches(self, step: str, named: Step, client: int, round: int) -> dict[str, Sequence[Batch]]:
-        return {
-            name: self._draw(draw.purpose or f"{step}/{name}", draw, client, round)
-            for name, draw in named.draws.items()
-        }
 
-    def _draw(self, purpose: str, draw: Draw, client: int, round: int) -> Sequence[Batch]:
-        split = self._data.split(draw.split, draw.instead)
-        if split is None or not split.sizes[client]:
-            return ()
-        have = int(split.sizes[client])
-        if draw.size is None or (draw.bounded and have <= draw.size):
-            return [split.whole(client)] * draw.count
-        keys = [rng.key(self._seed, purpose, round, self.names[client])]
-        x, y = split.take(client, rng.subsets(keys, [have], draw.count, draw.size)[0])
-        return [(x[t], y[t]) for t in range(draw.count)]
+def _keep(states: dict[int, Tree], who: list[int], state: Tree) -> None:
+    """Keep what each client's state is now."""
+    if len(who) == 1:
+        states[who[0]] = state
+        return
+    # Each gets tensors of its own, lest one client's state holds on to all others'; but they share what is shared.
+    for i, own in zip(who, unstacked(state, len(who)), strict=True):
+        states[i] = tree.map(lambda leaf, all: leaf.clone() if all.stride(0) else leaf, own, state)
 
 
 # Below this many bytes a model's operations are too short to share: a second thread only waits for the first.
@@ -100,47 +200,3 @@ def _threads_for(size: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-class LocalReplies(Replies):
-    """Replies that are all in this process."""
-
-    def __init__(self, clients: Sequence[int], replies: Sequence[dict[str, Tree]]) -> None:
-        self.clients, self._replies = clients, replies
-
-    def numbers(self, name: str) -> Tensor:
-        return torch.tensor([float(reply[name]) for reply in self._replies], dtype=torch.float64)
-
-    def weighted_sum(self, name: str, weights: Tensor) -> Tree:
-        shares = weights.tolist()
-
-        def total(*leaves: Tensor) -> Tensor:
-            if not leaves[0].is_floating_point():
-                return torch.stack(leaves).amax(dim=0)
-            out = torch.zeros_like(leaves[0])
-            for share, leaf in zip(shares, leaves, strict=True):
-                out.add_(leaf, alpha=share)
-            return out
-
-        return tree.map(total, *self.each(name))
-
-    def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
-        def squares(reply: Tree) -> float:
-            parts = zip(tree.leaves(reduce(getitem, path, reply)), tree.leaves(origin), strict=True)
-            return sum(float((part.double() - start.double()).square().sum()) for part, start in parts)
-
-        return torch.tensor([squares(reply) for reply in self._replies], dtype=torch.float64)
-
-    def each(self, name: str) -> Iterator[Tree]:
-        return (reply[name] for reply in self._replies)
-
-    def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
-        found = {client: fault(reply) for client, reply in zip(self.clients, self._replies, strict=True)}
-        return {client: reason for client, reason in found.items() if reason is not None}
-
-    def without(self, clients: Collection[int]) -> LocalReplies:
-        kept = [(i, reply) for i, reply in zip(self.clients, self._replies, strict=True) if i not in clients]
-        return LocalReplies([i for i, _ in kept], [reply for _, reply in kept])
-
-    def nbytes(self) -> int:
-        return sum(tree.nbytes(reply) for reply in self._replies)

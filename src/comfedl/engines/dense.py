@@ -1,0 +1,125 @@
+"""Dense models of many clients: each linear layer is one batched matrix product."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from comfedl.engines.by_hand import SLOPES, pull_cross_entropy
+from comfedl.engines.stacked import Stacked, unpacked
+from comfedl.losses import PER_SAMPLE
+from comfedl.problem import Batch, Learner, Params, Pullback
+
+# Layers that act on each number alone and have no parameters.
+ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Hardtanh)
+LAYERS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Flatten, nn.Identity, *ACTIVATIONS)
+
+
+class Dense(Stacked):
+    """A chain of linear layers, activations, LayerNorm, Embedding and Flatten; ``obstacle`` says what else is not."""
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__(learner)
+        assert self.module is not None
+        self.layers = [(name, _own(layer)) for name, layer in chain(self.module)]
+        self.ragged = all(function in PER_SAMPLE for function in (self.loss_function, *self.metrics.values()))
+        self._flattens = type(self.layers[0][1]) is nn.Flatten
+        plain = self.layers[1:] if self._flattens else self.layers
+        known = all(type(layer) in (nn.Linear, *SLOPES) for _, layer in plain)
+        self._by_hand = plain if known and self.loss_function is functional.cross_entropy else None
+
+    def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Tensor, Params]:
+        for name, layer in self.layers:
+            x = _apply(layer, partial(_part, name, layer, params, len(x)), x)
+        return x, buffers
+
+    def pull_loss(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
+        if self._by_hand is not None:
+            x, y, inside = unpacked(batch)
+            x = x.flatten(2) if self._flattens else x
+            if x.ndim == 3:
+                return *pull_cross_entropy(self._by_hand, _part, params, x, y, inside), buffers
+        return super().pull_loss(params, buffers, batch)
+
+
+def _apply(layer: nn.Module, part: partial[Tensor | None], x: Tensor) -> Tensor:
+    """One layer of all clients: x is [clients, samples, ...]."""
+    if isinstance(layer, nn.Linear):
+        weight, bias = part("weight"), part("bias")
+        assert weight is not None
+        flat, turned = x.reshape(len(x), -1, x.shape[-1]), weight.transpose(1, 2)
+        out = torch.bmm(flat, turned) if bias is None else torch.baddbmm(bias.unsqueeze(1), flat, turned)
+        return out.view(*x.shape[:-1], out.shape[-1])
+    if isinstance(layer, nn.LayerNorm):
+        out = functional.layer_norm(x, list(layer.normalized_shape), eps=layer.eps)
+        weight, bias = part("weight"), part("bias")
+        front = (len(x), *(1,) * (x.ndim - 1 - len(layer.normalized_shape)))
+        out = out if weight is None else out * weight.reshape(*front, *weight.shape[1:])
+        return out if bias is None else out + bias.reshape(*front, *bias.shape[1:])
+    if isinstance(layer, nn.Embedding):
+        weight = part("weight")
+        assert weight is not None
+        first = torch.arange(len(x), device=x.device) * layer.num_embeddings
+        return functional.embedding(x + first.reshape(-1, *(1,) * (x.ndim - 1)), weight.flatten(0, 1))
+    if isinstance(layer, nn.Flatten):
+        return x.flatten(2)
+    result: Tensor = layer(x)
+    return result
+
+
+def _part(name: str, layer: nn.Module, params: Params, clients: int, part: str) -> Tensor | None:
+    """A layer's parameter for all clients; one that is frozen is the module's own."""
+    own: Tensor | None = getattr(layer, part)
+    if own is None:
+        return None
+    found = params.get(f"{name}.{part}" if name else part)
+    return own.detach().expand(clients, *own.shape) if found is None else found
+
+
+def chain(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers of nested ``nn.Sequential``s in order, each by the prefix of its parameters' names."""
+    if type(module) is not nn.Sequential:
+        yield name, module
+        return
+    for key, layer in module._modules.items():
+        assert layer is not None
+        yield from chain(layer, f"{name}.{key}" if name else key)
+
+
+def _own(layer: nn.Module) -> nn.Module:
+    """A layer that does not write on its input, which may be the data."""
+    if getattr(layer, "inplace", False):
+        layer = copy.copy(layer)
+        setattr(layer, "inplace", False)  # noqa: B010 - only some layers have it
+    return layer
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why a module is no chain of dense layers; None where it is one."""
+    for layer in module.modules():
+        kind = type(layer)
+        if kind is nn.Dropout:
+            return "Dropout draws noise, which is each client's own"
+        if kind is not nn.Sequential and kind not in LAYERS:
+            return f"{kind.__name__} is not one of the dense layers ({', '.join(known.__name__ for known in LAYERS)})"
+        hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+        if any(hooks):
+            return f"{kind.__name__} has hooks"
+        if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) != (1, -1):
+            return "Flatten has dimensions of its own"
+        if isinstance(layer, nn.Embedding) and (layer.padding_idx, layer.max_norm) != (None, None):
+            return "Embedding has a padding_idx or a max_norm"
+        if isinstance(layer, nn.Embedding) and (layer.sparse or layer.scale_grad_by_freq):
+            return "Embedding has sparse or scaled gradients"
+        if "forward" in vars(layer):
+            return f"{kind.__name__} has a forward function of its own"
+    if len(list(module.parameters())) != len(list(module.named_parameters(remove_duplicate=False))):
+        return "two layers share a parameter"
+    if any(True for _ in module.buffers()):
+        return "it has buffers"
+    return None

@@ -1,0 +1,147 @@
+"""Replies that are all in this process: one by one, or stacked as they came from many clients at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import reduce
+from operator import getitem
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from comfedl import tree
+from comfedl.step import Replies
+from comfedl.tree import Tree
+
+
+class LocalReplies(Replies):
+    """Replies one by one."""
+
+    def __init__(self, clients: Sequence[int], replies: Sequence[dict[str, Tree]]) -> None:
+        self.clients, self._replies = clients, replies
+
+    def numbers(self, name: str) -> Tensor:
+        return torch.tensor([float(reply[name]) for reply in self._replies], dtype=torch.float64)
+
+    def weighted_sum(self, name: str, weights: Tensor) -> Tree:
+        shares = weights.tolist()
+
+        def total(*leaves: Tensor) -> Tensor:
+            if not leaves[0].is_floating_point():
+                return torch.stack(leaves).amax(dim=0)
+            out = torch.zeros_like(leaves[0])
+            for share, leaf in zip(shares, leaves, strict=True):
+                out.add_(leaf, alpha=share)
+            return out
+
+        return tree.map(total, *self.each(name))
+
+    def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
+        def squares(reply: Tree) -> float:
+            parts = zip(tree.leaves(reduce(getitem, path, reply)), tree.leaves(origin), strict=True)
+            return sum(float((part.double() - start.double()).square().sum()) for part, start in parts)
+
+        return torch.tensor([squares(reply) for reply in self._replies], dtype=torch.float64)
+
+    def each(self, name: str) -> Iterator[Tree]:
+        return (reply[name] for reply in self._replies)
+
+    def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
+        found = {client: fault(reply) for client, reply in zip(self.clients, self._replies, strict=True)}
+        return {client: reason for client, reason in found.items() if reason is not None}
+
+    def without(self, clients: Collection[int]) -> LocalReplies:
+        kept = [(i, reply) for i, reply in zip(self.clients, self._replies, strict=True) if i not in clients]
+        return LocalReplies([i for i, _ in kept], [reply for _, reply in kept])
+
+    def nbytes(self) -> int:
+        return sum(tree.nbytes(reply) for reply in self._replies)
+
+
+class Part(NamedTuple):
+    """The replies of some clients: a tree whose tensors have these clients in front."""
+
+    clients: Sequence[int]
+    reply: dict[str, Tree]
+
+
+class StackedReplies(Replies):
+    """Replies in stacked parts; each client is in one of them, however often it was asked."""
+
+    def __init__(self, clients: Sequence[int], parts: Sequence[Part]) -> None:
+        self.clients, self._parts = clients, parts
+        row = {client: k for k, client in enumerate(client for part in parts for client in part.clients)}
+        self._rows = torch.tensor([row[client] for client in clients])
+        self._lengths = [len(part.clients) for part in parts]
+
+    def numbers(self, name: str) -> Tensor:
+        return torch.cat([part.reply[name].double().cpu() for part in self._parts])[self._rows]
+
+    def weighted_sum(self, name: str, weights: Tensor) -> Tree:
+        by_row = torch.zeros(sum(self._lengths), dtype=torch.float64).index_add_(0, self._rows, weights.double())
+        shares = torch.split(by_row, self._lengths)
+
+        def total(*leaves: Tensor) -> Tensor:
+            if not leaves[0].is_floating_point():
+                return torch.stack([leaf.amax(dim=0) for leaf in leaves]).amax(dim=0)
+            out = leaves[0].new_zeros(leaves[0][0].numel())
+            for share, leaf in zip(shares, leaves, strict=True):
+                out += share.to(leaf) @ leaf.reshape(len(leaf), -1)
+            return out.view(leaves[0].shape[1:])
+
+        return tree.map(total, *(part.reply[name] for part in self._parts))
+
+    def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
+        def squares(reply: Tree) -> Tensor:
+            pairs = zip(tree.leaves(reduce(getitem, path, reply)), tree.leaves(origin), strict=True)
+            each = [
+                (leaf.double() - start.double()).square().reshape(len(leaf), -1).sum(dim=1) for leaf, start in pairs
+            ]
+            return torch.stack(each).sum(dim=0)
+
+        return torch.cat([squares(part.reply).cpu() for part in self._parts])[self._rows]
+
+    def each(self, name: str) -> Iterator[Tree]:
+        rows = [row for part in self._parts for row in unstacked(part.reply[name], len(part.clients))]
+        return (rows[row] for row in self._rows.tolist())
+
+    def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for part in self._parts:
+            # All rows have one shape: where the first is right and all are finite, so are the others.
+            first = tree.map(lambda leaf: leaf[0], part.reply)
+            if fault(first) is None and tree.finite(part.reply):
+                continue
+            rows = zip(part.clients, unstacked(part.reply, len(part.clients)), strict=True)
+            found |= {client: reason for client, row in rows if (reason := fault(row)) is not None}
+        return found
+
+    def without(self, clients: Collection[int]) -> StackedReplies:
+        return StackedReplies([client for client in self.clients if client not in clients], self._parts)
+
+    def nbytes(self) -> int:
+        each = [tree.nbytes(part.reply) // len(part.clients) for part in self._parts for _ in part.clients]
+        return sum(each[row] for row in self._rows.tolist())
+
+
+def stacked(trees: Sequence[Tree]) -> Tree:
+    """Trees as one with them in front; what is one and the same tensor in all is expanded, not copied."""
+
+    def stack(*leaves: Tensor) -> Tensor:
+        first = leaves[0]
+        if all(leaf.data_ptr() == first.data_ptr() and leaf.stride() == first.stride() for leaf in leaves):
+            return first.expand(len(leaves), *first.shape)
+        return torch.stack(leaves)
+
+    return tree.map(stack, *trees)
+
+
+def unstacked(stack: Tree, count: int) -> list[Tree]:
+    """The trees that make up a stacked one, as views."""
+    columns = [leaf.unbind() for leaf in tree.leaves(stack)]
+    rows = []
+    for k in range(count):
+        values = iter([column[k] for column in columns])
+        rows.append(tree.map(lambda _, values=values: next(values), stack))
+    return rows
