@@ -163,6 +163,27 @@ def test_a_client_that_diverges_by_itself_still_ends_the_run(three_clients: cf.F
         cf.fit(model(), three_clients, cf.FedAvg(lr=1e308), rounds=2)
 
 
+@pytest.mark.parametrize("part", ["scores", "value"])
+def test_a_bad_evaluation_is_refused_too(
+    three_clients: cf.FederatedData, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    honest = Embedded.run
+
+    def run(self: Embedded, step: str, clients: Sequence[int], message: Any, round: int) -> Any:
+        replies = honest(self, step, clients, message, round)
+        if step != "evaluate":
+            return replies
+        pairs = zip(replies.each("scores"), replies.each("value"), strict=True)
+        rows = [{"scores": scores, "value": value} for scores, value in pairs]
+        rows[1][part] = torch.zeros(3)
+        return LocalReplies(clients, rows)
+
+    monkeypatch.setattr(Embedded, "run", run)
+    with pytest.warns(BadReply, match=f"client 'b' is refused: its {part} is not a"):
+        result = cf.fit(model(), three_clients, cf.FedAvg(), rounds=1)
+    assert [row["client"] for row in result.clients] == ["a", "c"]
+
+
 def test_clients_that_do_not_answer_count_against_the_quorum(
     three_clients: cf.FederatedData, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,6 @@ from comfedl.folder import RunFolder
 from comfedl.losses import LOSSES, LossFunction
 from comfedl.metrics import Row
 from comfedl.problem import Learner, Model, Params
-from comfedl.progress import Progress
 from comfedl.result import Result
 from comfedl.screen import Screen
 from comfedl.settings import describe
@@ -95,6 +94,8 @@ def fit(
 
     watchers = list(callbacks)
     if progress:
+        from comfedl.progress import Progress  # rich draws from Python's global generator when it is imported
+
         watchers.append(Progress(rounds))
     if out is not None:
         shown = settings or {
@@ -189,6 +190,7 @@ class _Run:
     def evaluate(self, number: int, state: State, used: Used) -> None:
         everybody = range(len(self.engine.names))
         replies = self.engine.run("evaluate", everybody, {"model": self.algorithm.reported(state)}, number)
+        replies = self.screen.passed(number, everybody, replies, self.steps["evaluate"].sends)
         scores = [{name: float(score) for name, score in reply.items()} for reply in replies.each("scores")]
         sizes = torch.from_numpy(self.engine.sizes[replies.clients])
         weights: dict[int, float] = {}

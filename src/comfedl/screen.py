@@ -9,7 +9,7 @@ from functools import partial
 from comfedl import tree
 from comfedl.errors import ComfedlError
 from comfedl.problem import Model
-from comfedl.step import MODEL, NUMBER, Replies
+from comfedl.step import MODEL, NUMBER, NUMBERS, Replies
 from comfedl.tree import Tree
 
 QUARANTINE = 3  # a client whose replies were refused this often is not asked again
@@ -75,8 +75,10 @@ class Screen:
                 for name, like in self._like.items():
                     if found[name] != like:
                         return f"{name} of its {part} is {found[name]} and not {like}"
-            elif isinstance(value, dict) or value.ndim:
-                return f"its {part} is not a number"
+            elif (sends.get(part) == NUMBERS) != isinstance(value, dict) or any(
+                leaf.ndim for leaf in tree.leaves(value)
+            ):
+                return f"its {part} is not a {'dict of numbers' if sends.get(part) == NUMBERS else 'number'}"
             if not tree.finite(value):
                 return f"its {part} is not finite"
         return None

@@ -57,14 +57,14 @@ class Outcome(NamedTuple):
     scratch: Tree = None
 
 
-MODEL, NUMBER = "model", "number"
+MODEL, NUMBER, NUMBERS = "model", "number", "numbers"
 
 
 @dataclass(frozen=True)
 class Step:
     """A client step and the data it draws. Steps of the same ``noise`` see the same dropout in a round.
 
-    ``sends`` says what a reply must consist of, ``MODEL`` or ``NUMBER`` by the part's name; with nothing said, any.
+    ``sends`` says what a reply must consist of, ``MODEL``, ``NUMBER`` or a dict of ``NUMBERS``, by the part's name.
     """
 
     run: Callable[[Learner, dict[str, Tree], Tree, Batches], Outcome]

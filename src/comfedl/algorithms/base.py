@@ -19,7 +19,7 @@ from comfedl import checks, rng, tree
 from comfedl.problem import Adapt, Batch, Learner, LocalLoss, Model, Objective, Params, gradient
 from comfedl.robust import RULES, robust_mean
 from comfedl.screen import Screen
-from comfedl.step import MODEL, Batches, Diverged, Draw, Engine, Outcome, Replies, Step
+from comfedl.step import MODEL, NUMBER, NUMBERS, Batches, Diverged, Draw, Engine, Outcome, Replies, Step
 from comfedl.tree import Tree
 
 State = dict[str, Tree]
@@ -301,7 +301,12 @@ class Algorithm(ABC):
         outer = {f"outer of {split}": Draw("outer", instead=split) for split in SPLITS[1:]}
         return {
             "train": Step(self.train, self.draws(), sends=self.reply()),
-            "evaluate": Step(self.evaluate, {**splits, **outer, **value, "personal": personal}, noise="personal"),
+            "evaluate": Step(
+                self.evaluate,
+                {**splits, **outer, **value, "personal": personal},
+                noise="personal",
+                sends={"scores": NUMBERS, "value": NUMBER},
+            ),
             "personal": Step(self.give_personal, {"personal": personal}, noise="personal"),
         }
 
