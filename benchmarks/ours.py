@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import comfedl as cf
-from comfedl.algorithms.base import Algorithm, Round
+from comfedl.algorithms.base import Algorithm
+from comfedl.algorithms.rounds import Round
 from comfedl.data.federated import FederatedData, Split
 from comfedl.engines import make_engine
 from comfedl.losses import LOSSES

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import comfedl as cf
-from comfedl.algorithms.base import Algorithm, Round
+from comfedl.algorithms.base import Algorithm
+from comfedl.algorithms.rounds import Round
 from comfedl.problem import Params
 
 Array = np.ndarray

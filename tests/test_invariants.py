@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import comfedl as cf
-from comfedl.algorithms.base import Algorithm, Round
+from comfedl.algorithms.base import Algorithm
 from comfedl.algorithms.comfedl import partial_weights
+from comfedl.algorithms.rounds import Round
 from comfedl.outer import Coupled
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)

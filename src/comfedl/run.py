@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from comfedl import checks, metrics, tree
-from comfedl.algorithms.base import Algorithm, Round, State, Traffic, Used
+from comfedl.algorithms.base import Algorithm, State
+from comfedl.algorithms.rounds import Round, Traffic, Used
 from comfedl.callbacks import Callback
 from comfedl.checkpoint import Snapshot, fingerprint
 from comfedl.data.federated import FederatedData

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import comfedl as cf
 from comfedl import simplex
-from comfedl.algorithms.base import Round
+from comfedl.algorithms.rounds import Round
 from comfedl.engines.embedded import LocalReplies
 from reference import (
     NAMES,

@@ -15,7 +15,8 @@ from scipy.optimize import linprog, minimize
 from torch import Tensor
 
 import comfedl as cf
-from comfedl.algorithms.base import Algorithm, Round
+from comfedl.algorithms.base import Algorithm
+from comfedl.algorithms.rounds import Round
 from reference import (
     SIZES,
     Array,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import comfedl as cf
-from comfedl.algorithms.base import Round
+from comfedl.algorithms.rounds import Round
 from reference import (
     SIZES,
     Array,

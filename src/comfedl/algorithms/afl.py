@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from comfedl import checks, tree
-from comfedl.algorithms.base import Algorithm, Round, State, Used
+from comfedl.algorithms.base import Algorithm, State
+from comfedl.algorithms.rounds import Round, Used
 from comfedl.errors import ConfigError
 from comfedl.problem import Learner, Model
 from comfedl.simplex import project

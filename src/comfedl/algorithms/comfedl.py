@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used, adapt_draws
+from comfedl.algorithms.base import Algorithm, State, adapt_draws
+from comfedl.algorithms.rounds import Round, Used
 from comfedl.errors import ConfigError
 from comfedl.outer import Coupled, Identity, Outer, Separable
 from comfedl.problem import Adapt, Adapted, Composition, Learner, LocalLoss, Model, Objective, Own

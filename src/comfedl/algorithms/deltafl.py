@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used
+from comfedl.algorithms.base import Algorithm, State
+from comfedl.algorithms.rounds import Round, Used
 from comfedl.problem import Learner, LocalLoss
 from comfedl.step import NUMBER, Batches, Draw, Outcome, Step
 from comfedl.tree import Tree

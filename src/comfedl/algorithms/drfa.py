@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used
+from comfedl.algorithms.base import Algorithm, State
+from comfedl.algorithms.rounds import Round, Used
 from comfedl.problem import Learner, LocalLoss, Model
 from comfedl.simplex import project
 from comfedl.step import MODEL, NUMBER, Batches, Draw, Outcome, Step

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used
+from comfedl.algorithms.base import Algorithm, State
+from comfedl.algorithms.rounds import Round, Used
 
 WEIGHTINGS = ("samples", "uniform")
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.algorithms.base import Algorithm, Round, State, Used, adapt_draws
+from comfedl.algorithms.base import Algorithm, State, adapt_draws
+from comfedl.algorithms.rounds import Round, Used
 from comfedl.problem import Adapt, Adapted, Learner, Model, Objective
 from comfedl.simplex import project
 from comfedl.step import NUMBER, Batches, Draw, Outcome

@@ -1,0 +1,98 @@
+"""A round as an algorithm sees it: who there is, random draws, a way to ask clients, and what has been sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from comfedl import rng, tree
+from comfedl.screen import Screen
+from comfedl.step import Engine, Replies, Step
+from comfedl.tree import Tree
+
+
+class Used(NamedTuple):
+    """Who took part in a round and with which weight in the new model; and every client's dual weight, if learnt."""
+
+    clients: Sequence[int]
+    weights: Tensor
+    duals: Tensor | None = None
+
+
+@dataclass
+class Traffic:
+    """Bytes that have travelled, counted from the messages and the replies themselves."""
+
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+    def count(self, message: Tree, asked: Sequence[int], replies: Replies) -> None:
+        self.down_bytes += tree.nbytes(message) * len(asked)
+        self.up_bytes += replies.nbytes()
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round, as an algorithm sees it: who there is, random draws, and a way to ask clients."""
+
+    number: int
+    seed: int
+    participants: int
+    engine: Engine
+    traffic: Traffic = field(default_factory=Traffic)
+    screen: Screen | None = None
+    steps: Mapping[str, Step] = field(default_factory=dict)
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are in all."""
+        return len(self.engine.names)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """How many train samples each client has."""
+        return self.engine.sizes
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """The generator of this round for one purpose."""
+        return rng.generator(self.seed, purpose, self.number)
+
+    def sample(self, purpose: str = "clients") -> list[int]:
+        """Choose the round's clients uniformly without replacement, among those that are not in quarantine."""
+        everybody = self._allowed(range(self.clients))
+        if self.screen is not None:
+            self.screen.enough(self.number, len(everybody), self.participants)
+        if self.participants >= len(everybody):
+            return everybody
+        chosen = self.rng(purpose).choice(len(everybody), size=self.participants, replace=False, shuffle=False)
+        return sorted(everybody[i] for i in chosen)
+
+    def sample_by(self, weights: NDArray[Any], replace: bool = False) -> list[int]:
+        """Choose the round's clients with chances in proportion to weights; with ``replace`` one may come twice."""
+        shares = np.zeros(self.clients)
+        allowed = self._allowed(range(self.clients))
+        shares[allowed] = weights[allowed]
+        if not shares.any():  # all the weight is on clients in quarantine
+            shares[allowed] = 1.0
+        size = self.participants if replace else min(self.participants, int(np.count_nonzero(shares)))
+        shares /= shares.sum()
+        return sorted(self.rng("clients").choice(self.clients, size=size, replace=replace, p=shares).tolist())
+
+    def _allowed(self, clients: Sequence[int]) -> list[int]:
+        """Those of these clients that may be asked."""
+        if self.screen is None or not self.screen.offences:
+            return list(clients)
+        return [client for client in clients if not self.screen.barred(client)]
+
+    def ask(self, step: str, clients: Sequence[int], message: dict[str, Tree]) -> Replies:
+        """Ask these clients to do a named step with this message; ``clients`` of the replies says whose can be used."""
+        replies = self.engine.run(step, clients, message, self.number)
+        self.traffic.count(message, clients, replies)
+        if self.screen is None:
+            return replies
+        return self.screen.passed(self.number, clients, replies, self.steps[step].sends if step in self.steps else {})
