@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 import torch
 from torch import Tensor, nn
 
-from comfedl import checks, tree
+from comfedl import checks, tree, twice
 from comfedl.losses import LossFunction
 from comfedl.stateless import Stateless
 from comfedl.tree import Tree
@@ -31,6 +31,8 @@ from comfedl.tree import Tree
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
 Pullback = Callable[[Tree], Params]
+# The slope of a scalar function on top of an objective, from the objective's value.
+Slope = Callable[[Tensor], Tensor]
 
 # How many samples one forward pass takes when all of a client's data is evaluated. It is fixed, and the order is the
 # data's own, because a model with batch statistics gives an answer that depends on both.
@@ -84,6 +86,10 @@ class Learner:
         """The mean loss on a batch, its pullback to the parameters (to be called once), and the buffers afterwards."""
         return pull(lambda params: self.loss(params, buffers, batch), params)
 
+    def step_loss(self, model: Model, batch: Batch, lr: float, slope: Slope) -> Stepped:
+        """One gradient step on the mean loss of a batch."""
+        return stepped(model, gradient(LocalLoss(self), model, batch, batch, slope), lr)
+
     def mean_loss(self, model: Model, data: Batch) -> Tensor:
         """The mean loss of a model on whole data."""
         assert self.loss_function is not None
@@ -136,7 +142,7 @@ def gradient(
     model: Model,
     batch: Batch,
     outer_batch: Batch,
-    slope: Callable[[Tensor], Tensor] = torch.ones_like,
+    slope: Slope = torch.ones_like,
     hessian_batch: Batch | None = None,
 ) -> Gradient:
     """The stochastic gradient ``u = J_f(w; B)^T grad g(f(w; B); B~)``, lines 8 to 12 of Algorithm 1.
@@ -148,6 +154,35 @@ def gradient(
     value, outer_pullback = objective.outer(y, buffers, outer_batch)
     weight = slope(value)
     return Gradient(pullback(outer_pullback(weight)), value, weight, buffers)
+
+
+class Stepped(NamedTuple):
+    """A model after one gradient step, and the value and weight that were seen."""
+
+    model: Model
+    value: Tensor
+    weight: Tensor
+
+
+def stepped(model: Model, found: Gradient, lr: float) -> Stepped:
+    """The model one step along a gradient."""
+    params = tree.step(model["params"], lr, found.direction)
+    return Stepped(Model(params=params, buffers=found.buffers), found.value, found.weight)
+
+
+def step(
+    objective: Objective,
+    model: Model,
+    batch: Batch,
+    outer_batch: Batch,
+    lr: float,
+    slope: Slope = torch.ones_like,
+    hessian_batch: Batch | None = None,
+) -> Stepped:
+    """One local step, ``w - lr * u`` with the stochastic gradient u; a learner may have a quicker way to plain ones."""
+    if isinstance(objective, LocalLoss):
+        return objective.learner.step_loss(model, batch, lr, slope)
+    return stepped(model, gradient(objective, model, batch, outer_batch, slope, hessian_batch), lr)
 
 
 def pull(function: Callable[[Tree], tuple[Tree, Any]], at: Tree) -> tuple[Any, Callable[[Tree], Any], Any]:
@@ -273,8 +308,9 @@ class Adapted:
             if not curved:
                 found = gradient(LocalLoss(self.learner), Model(params=params, buffers=buffers), on, on)
                 return found.direction, found.buffers
-            loss, seen = self.learner.loss(params, buffers, on)
-            return _pulled(loss, params, torch.ones_like(loss), create_graph=True), seen
+            with twice.curved():
+                loss, seen = self.learner.loss(params, buffers, on)
+                return _pulled(loss, params, torch.ones_like(loss), create_graph=True), seen
 
         path, after = [model["params"]], buffers
         products: list[Pullback] = []  # the Hessian-vector product at each point of the path

@@ -49,11 +49,36 @@ def subsets(keys: Sequence[int], sizes: Sequence[int], count: int, size: int) ->
     bound = np.where(have < size, have, have - size + 1 + np.arange(size)[:, None])[:, :, None]
     drawn = ((bits * bound.astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
     whole = have >= size
-    if size > 1 and whole.any():
-        chosen, last = (drawn, bound - 1) if whole.all() else (drawn[:, whole], bound[:, whole] - 1)
-        for j in range(1, size):
-            taken = (chosen[:j] == chosen[j]).any(axis=0)
-            np.copyto(chosen[j], last[j], where=taken)
-        if chosen is not drawn:
-            drawn[:, whole] = chosen
+    if size > 1 and whole.all():
+        drawn = _settled(drawn, bound - 1, int(have.max()))
+    elif size > 1 and whole.any():
+        drawn[:, whole] = _settled(drawn[:, whole], bound[:, whole] - 1, int(have.max()))
     return np.ascontiguousarray(drawn.transpose(1, 2, 0))
+
+
+# Up to how many batches, and positions in all of them, a table of who came first is quicker than a turn for each slot.
+FEW, TABLE = 100, 1_000_000
+
+
+def _settled(drawn: NDArray[np.int64], last: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Floyd's rule for ``drawn`` [slots, clients, batches]: a slot whose draw is in the batch already takes ``last``.
+
+    Positions are below ``most``.
+    """
+    slots, batches = len(drawn), drawn[0].size
+    if batches > FEW or batches * most > TABLE:
+        for j in range(1, slots):
+            taken = np.logical_or.reduce(drawn[:j] == drawn[j])
+            np.copyto(drawn[j], last[j], where=taken)
+        return drawn
+    # All slots at once, and again while that changes anything: what a slot takes may be what a later one has drawn.
+    first = np.arange(0, batches * most, most).reshape(drawn.shape[1:])
+    cells, turns = drawn + first, np.arange(slots, dtype=np.int32).repeat(batches)
+    chosen, taken = drawn, np.zeros(drawn.shape, dtype=bool)
+    while True:
+        earliest = np.full(batches * most, slots, dtype=np.int32)
+        earliest[(chosen + first).ravel()[::-1]] = turns[::-1]  # of those that write to one cell, the last one stays
+        now = earliest[cells] < turns.reshape(drawn.shape)
+        if (now == taken).all():
+            return chosen
+        chosen, taken = np.where(now, last, drawn), now

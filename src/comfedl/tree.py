@@ -65,4 +65,5 @@ def step(tree: Tree, rate: float, direction: Tree) -> Tree:
     rate = float(rate)
     if abs(rate) > 1e30:  # torch.sub refuses a rate beyond a leaf's type, where the product is just infinite
         return map(lambda leaf, u: leaf - rate * u, tree, direction)
-    return map(lambda leaf, u: torch.sub(leaf, u, alpha=rate), tree, direction)
+    moved = iter(torch._foreach_sub(list(leaves(tree)), list(leaves(direction)), alpha=rate))
+    return map(lambda leaf: next(moved), tree)

@@ -15,7 +15,19 @@ from torch import Tensor
 
 from comfedl import checks, tree
 from comfedl.algorithms.rounds import Round, Used
-from comfedl.problem import Adapt, Batch, Learner, LocalLoss, Model, Objective, Params, gradient
+from comfedl.problem import (
+    Adapt,
+    Batch,
+    Learner,
+    LocalLoss,
+    Model,
+    Objective,
+    Params,
+    Slope,
+    gradient,
+    step,
+    stepped,
+)
 from comfedl.robust import RULES, robust_mean
 from comfedl.step import MODEL, NUMBER, NUMBERS, Batches, Diverged, Draw, Outcome, Replies, Step
 from comfedl.tree import Tree
@@ -37,7 +49,7 @@ def descend(
     batches: Sequence[Batch],
     outer_batches: Sequence[Batch],
     lr: float,
-    slope: Callable[[Tensor], Tensor] = torch.ones_like,
+    slope: Slope = torch.ones_like,
     hessian_batches: Sequence[Batch | None] | None = None,
     anchor: tuple[float, Params] | None = None,
 ) -> Descent:
@@ -46,16 +58,17 @@ def descend(
     ``anchor`` is a pair (lam, w) that adds ``lam / 2 * ||params - w||^2`` to the objective.
     """
     losses, weights = [], []
-    third = hessian_batches or [None] * len(batches)
-    for batch, outer_batch, hessian_batch in zip(batches, outer_batches, third, strict=True):
-        found = gradient(objective, model, batch, outer_batch, slope, hessian_batch)
-        direction = found.direction
-        if anchor is not None:
+    for t in range(len(batches)):  # no batch is held on to, so that the next one may take its place in memory
+        hessian_batch = hessian_batches[t] if hessian_batches else None
+        if anchor is None:
+            model, value, weight = step(objective, model, batches[t], outer_batches[t], lr, slope, hessian_batch)
+        else:
+            found = gradient(objective, model, batches[t], outer_batches[t], slope, hessian_batch)
             lam, near = anchor
-            direction = tree.map(lambda u, v, w, lam=lam: u + lam * (v - w), direction, model["params"], near)
-        model = Model(params=tree.step(model["params"], lr, direction), buffers=found.buffers)
-        losses.append(found.value)
-        weights.append(found.weight)
+            pulled = tree.map(lambda u, v, w, lam=lam: u + lam * (v - w), found.direction, model["params"], near)
+            model, value, weight = stepped(model, found._replace(direction=pulled), lr)
+        losses.append(value)
+        weights.append(weight)
     return Descent(model, {"loss": torch.stack(losses), "weight": torch.stack(weights)})
 
 
@@ -244,7 +257,7 @@ class Algorithm(ABC):
         learner: Learner,
         model: Model,
         batches: Batches,
-        slope: Callable[[Tensor], Tensor] = torch.ones_like,
+        slope: Slope = torch.ones_like,
         anchor: tuple[float, Params] | None = None,
     ) -> Descent:
         """Local training on the method's objective with the batches of ``draws``."""

@@ -68,10 +68,17 @@ class Split(Mapping[str, Batch]):
 
     def at(self, places: NDArray[np.int64]) -> Batch:
         """The samples at these places, counted over all clients; the result has their shape in front."""
+        return self.gathered(self.rows_of(places), places.shape)
+
+    def rows_of(self, places: NDArray[np.int64]) -> Tensor:
+        """The rows of ``x`` and ``y`` that hold the samples at these places, as one flat tensor."""
         flat = torch.from_numpy(places.reshape(-1)).to(self.x.device)
-        rows = flat if self.rows is None else self.rows.index_select(0, flat)
+        return flat if self.rows is None else self.rows.index_select(0, flat)
+
+    def gathered(self, rows: Tensor, shape: Sequence[int]) -> Batch:
+        """The samples in these rows, with this shape in front."""
         x, y = self.x.index_select(0, rows), self.y.index_select(0, rows)
-        return x.reshape(*places.shape, *x.shape[1:]), y.reshape(*places.shape, *y.shape[1:])
+        return x.view(*shape, *x.shape[1:]), y.view(*shape, *y.shape[1:])
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Split:
         """The same split with its floating-point numbers in this dtype, on this device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from typing import cast, overload
 
 import numpy as np
 import torch
@@ -28,6 +28,36 @@ def extents(split: Split | None, draw: Draw, clients: Sizes) -> Sizes:
     have = split.sizes[clients]
     whole = (have > 0) if draw.size is None else (have > 0) & (have <= draw.size if draw.bounded else False)
     return np.where(have == 0, NOTHING, np.where(whole, have, DRAWN))
+
+
+class Gathered(Sequence[Batch]):
+    """Batches at these places of a split, local steps first; each is gathered when it is asked for.
+
+    So no more than one is in memory, and it is still in the processor's cache when it is used.
+    """
+
+    def __init__(self, split: Split, places: Sizes) -> None:
+        self._split, self._shape = split, places.shape[1:]
+        self._rows = split.rows_of(places).view(len(places), int(np.prod(places.shape[1:])))
+        self._latest: tuple[int, Batch] | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, k: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, k: slice) -> Sequence[Batch]: ...
+
+    def __getitem__(self, k: int | slice) -> Batch | Sequence[Batch]:
+        if isinstance(k, slice):
+            return [self[place] for place in range(len(self))[k]]
+        k = range(len(self))[k]
+        if self._latest is None or self._latest[0] != k:  # a step may use one batch for both maps
+            self._latest = None  # its memory serves for the next
+            self._latest = k, self._split.gathered(self._rows[k], self._shape)
+        return self._latest[1]
 
 
 class Drawn:
@@ -78,7 +108,7 @@ class Drawn:
         if extent != DRAWN:
             return [split.whole(int(self.clients[k]))] * self._draws[name].count
         place, positions = self._positions[name]
-        return list(zip(*split.at(positions[place[k]]), strict=True))
+        return Gathered(split, positions[place[k]])
 
     def _many(self, name: str, ks: Sizes) -> Sequence[Batch]:
         split, sizes = self._splits[name], self.extents[name][ks]
@@ -86,8 +116,7 @@ class Drawn:
             return ()
         if sizes[0] == DRAWN:
             place, positions = self._positions[name]
-            # Local steps first, so that each of them reads its batches of all clients in one piece.
-            return list(zip(*split.at(positions[place[ks]].transpose(1, 0, 2)), strict=True))
+            return Gathered(split, positions[place[ks]].transpose(1, 0, 2))
         x, y = split.wholes(self.clients[ks])
         if (sizes == sizes[0]).all():
             whole = x.view(len(ks), -1, *x.shape[1:]), y.view(len(ks), -1, *y.shape[1:])
@@ -102,6 +131,9 @@ def alike(drawn: Drawn, keys: Sequence[object], ragged: bool) -> Iterator[Sizes]
     ``keys`` is what else they must have in common. Those with whole data come in the order of their size.
     """
     groups: dict[object, list[int]] = {}
+    if len(set(keys)) == 1 and all((column == column[0]).all() for column in drawn.extents.values()):
+        yield np.arange(len(drawn.clients))
+        return
     columns = [np.sign(column) if ragged else column for column in drawn.extents.values()]
     for k, row in enumerate(zip(keys, *(column.tolist() for column in columns), strict=True)):
         groups.setdefault(row, []).append(k)

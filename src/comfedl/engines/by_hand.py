@@ -5,13 +5,15 @@ Samples are last, [clients, features, samples], so that every product is of rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from comfedl.engines.stacked import mean_inside
-from comfedl.problem import Params, Pullback
+from comfedl.problem import Params, Pullback, Slope
 
 # The cotangent of an activation's input, from its output's and its output.
 SLOPES: dict[type[nn.Module], Callable[[Tensor, Tensor], Tensor]] = {
@@ -22,56 +24,112 @@ SLOPES: dict[type[nn.Module], Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@torch.no_grad()
+class Named(NamedTuple):
+    """A layer, and the names of its weight and bias; the bias's is empty where it has none."""
+
+    layer: nn.Module
+    weight: str
+    bias: str
+
+
+def named(name: str, layer: nn.Module) -> Named:
+    """A layer by the prefix of its parameters' names."""
+    dot = f"{name}." if name else ""
+    return Named(layer, f"{dot}weight", "" if getattr(layer, "bias", None) is None else f"{dot}bias")
+
+
 def pull_cross_entropy(
-    layers: Sequence[tuple[str, nn.Module]],
-    part: Callable[[str, nn.Module, Params, int, str], Tensor | None],
-    params: Params,
-    x: Tensor,
-    y: Tensor,
-    inside: Tensor | None,
+    layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None
 ) -> tuple[Tensor, Pullback]:
     """Each client's mean cross-entropy on x [clients, samples, features], and its pullback to the parameters.
 
-    The layers are linear ones and those of ``SLOPES``; ``part`` finds a layer's stacked parameter. ``inside`` says
-    which samples count, None that all do.
+    The layers are linear ones and those of ``SLOPES``; parameters that are not among ``params`` are the module's own.
+    ``inside`` says which samples count, None that all do.
     """
-    at = x.transpose(1, 2)
-    seen: list[tuple[str, nn.Module, Tensor, Tensor]] = []  # each layer with its weight and input, or twice its output
-    for name, layer in layers:
+    value, seen = _forward(layers, params, x, y, inside)
+    return value, partial(_pulled_back, layers, params, seen)
+
+
+@torch.no_grad()
+def step_cross_entropy(
+    layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None, lr: float, slope: Slope
+) -> tuple[Params, Tensor, Tensor]:
+    """One gradient step on the mean cross-entropy times ``slope``: the parameters then, the value and the slope."""
+    value, seen = _forward(layers, params, x, y, inside)
+    weight = slope(value)
+    moved: Params = {}
+    for layer, d, at in _backward(layers, params, seen, weight):
+        if layer.weight in params:
+            moved[layer.weight] = torch.baddbmm(params[layer.weight], d, at.transpose(1, 2), alpha=-lr)
+        if layer.bias in params:
+            moved[layer.bias] = torch.sub(params[layer.bias], d.sum(dim=2), alpha=lr)
+    return {name: moved[name] for name in params}, value, weight  # in their order, as a tree needs it
+
+
+@torch.no_grad()
+def _pulled_back(layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor) -> Params:
+    """The gradient of the mean losses, each times its cotangent."""
+    found: Params = {}
+    for layer, d, at in _backward(layers, params, seen, cotangent):
+        if layer.weight in params:
+            found[layer.weight] = torch.bmm(d, at.transpose(1, 2))
+        if layer.bias in params:
+            found[layer.bias] = d.sum(dim=2)
+    return {name: found[name] for name in params}
+
+
+class Seen(NamedTuple):
+    """What a forward pass saw: the logarithms of the chances, the labels, which samples count, each layer's input or,
+    where it is not linear, its output."""
+
+    chances: Tensor
+    labels: Tensor
+    inside: Tensor | None
+    at: list[Tensor]
+
+
+@torch.no_grad()
+def _forward(
+    layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None
+) -> tuple[Tensor, Seen]:
+    at, kept = x.transpose(1, 2), []
+    for layer, weight, bias in layers:
         if isinstance(layer, nn.Linear):
-            weight, bias = (part(name, layer, params, len(x), which) for which in ("weight", "bias"))
-            assert weight is not None
-            seen.append((name, layer, weight, at))
-            at = torch.bmm(weight, at)
-            at = at if bias is None else at.add_(bias.unsqueeze(2))
+            kept.append(at)
+            at = torch.bmm(_weight(layer, weight, params, len(x)), at)
+            if bias:
+                at.add_((params[bias] if bias in params else layer.bias).unsqueeze(-1))
         else:
             at = layer(at)
-            seen.append((name, layer, at, at))
+            kept.append(at)
     chances, labels = torch.log_softmax(at, dim=1), y.unsqueeze(1)
-    losses = -chances.gather(1, labels).squeeze(1)
+    losses = chances.gather(1, labels).squeeze(1).neg_()
     value = losses.mean(dim=1) if inside is None else mean_inside(losses, inside)
+    return value, Seen(chances, labels, inside, kept)
 
-    @torch.no_grad()
-    def pullback(cotangent: Tensor) -> Params:
-        share = cotangent.unsqueeze(1) / y.shape[1]
-        if inside is not None:
-            share = torch.where(inside, (cotangent / inside.sum(dim=1)).unsqueeze(1), 0)
-        d = chances.exp()
-        d.scatter_add_(1, labels, d.new_full((), -1).expand(labels.shape)).mul_(share.unsqueeze(1))
-        found: Params = {}
-        for place, (name, layer, weight, at) in reversed(list(enumerate(seen))):
-            if not isinstance(layer, nn.Linear):
-                d = SLOPES[type(layer)](d, at)
-                continue
-            dot = f"{name}." if name else ""
-            if f"{dot}weight" in params:
-                found[f"{dot}weight"] = torch.bmm(d, at.transpose(1, 2))
-            if f"{dot}bias" in params:
-                found[f"{dot}bias"] = d.sum(dim=2)
-            if not any(isinstance(below, nn.Linear) for _, below, *_ in seen[:place]):
-                break
-            d = torch.bmm(weight.transpose(1, 2), d)
-        return {name: found[name] for name in params}  # in their order, as a tree needs it
 
-    return value, pullback
+def _backward(
+    layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor
+) -> Iterator[tuple[Named, Tensor, Tensor]]:
+    """Each linear layer from the last to the first, with the cotangent of its output and its input."""
+    chances, labels, inside, kept = seen
+    if inside is None:
+        share = (cotangent / labels.shape[2])[:, None, None]
+    else:
+        share = torch.where(inside, (cotangent / inside.sum(dim=1)).unsqueeze(1), 0).unsqueeze(1)
+    d = chances.exp()
+    d.scatter_add_(1, labels, d.new_full((), -1).expand(labels.shape)).mul_(share)
+    lowest = next(k for k, (layer, *_) in enumerate(layers) if isinstance(layer, nn.Linear))
+    for place in range(len(layers) - 1, lowest - 1, -1):
+        named, at = layers[place], kept[place]
+        if isinstance(named.layer, nn.Linear):
+            yield named, d, at
+            if place > lowest:
+                d = torch.bmm(_weight(named.layer, named.weight, params, len(d)).transpose(1, 2), d)
+        else:
+            d = SLOPES[type(named.layer)](d, at)
+
+
+def _weight(layer: nn.Linear, name: str, params: Params, clients: int) -> Tensor:
+    """A linear layer's weight for all clients; one that is frozen is the module's own."""
+    return params[name] if name in params else layer.weight.expand(clients, -1, -1)

@@ -5,12 +5,13 @@ That is faster by half than the channels first, and than all clients at once by 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from comfedl import tree
+from comfedl import tree, twice
 from comfedl.problem import Learner, Params
 from comfedl.tree import Tree
 
@@ -19,7 +20,10 @@ class ChannelsLast(Learner):
     """A model of images whose data and weights lie with the channels last; the numbers are the same."""
 
     def __init__(self, learner: Learner) -> None:
-        self.call, self.loss_function, self.metrics = learner.call, learner.loss_function, learner.metrics
+        assert learner.module is not None
+        super().__init__(learner.module, learner.loss_function, learner.metrics)
+        assert self.module is not None
+        twice.made_curved(pooled_first(self.module))
 
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
         return super().output(params, buffers, laid_out(x), train)
@@ -28,6 +32,26 @@ class ChannelsLast(Learner):
 def convolves(module: nn.Module) -> bool:
     """Whether a model has layers that channels_last is for."""
     return any(isinstance(layer, nn.Conv2d) for layer in module.modules())
+
+
+def pooled_first(module: nn.Module) -> nn.Module:
+    """The module with each ReLU behind the max-pooling that follows it: the same numbers from fewer of them.
+
+    The largest of what ReLU lets through is what it lets through of the largest, for the gradient too. It is changed in
+    place; parameters keep their names.
+    """
+    for container in module.modules():
+        if type(container) is nn.Sequential:
+            layers = list(container._modules.items())
+            for place, ((_, first), (_, second)) in enumerate(pairwise(layers)):
+                if type(first) is nn.ReLU and type(second) is nn.MaxPool2d and not _watched(first, second):
+                    layers[place], layers[place + 1] = layers[place + 1], layers[place]
+            container._modules = dict(layers)
+    return module
+
+
+def _watched(*layers: nn.Module) -> bool:
+    return any(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks for layer in layers)
 
 
 def laid_out(images: Tree) -> Tree:

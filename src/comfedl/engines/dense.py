@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from comfedl.engines.by_hand import SLOPES, pull_cross_entropy
+from comfedl.engines.by_hand import SLOPES, Named, named, pull_cross_entropy, step_cross_entropy
 from comfedl.engines.stacked import Stacked, unpacked
 from comfedl.losses import PER_SAMPLE
-from comfedl.problem import Batch, Learner, Params, Pullback
+from comfedl.problem import Batch, Learner, Model, Params, Pullback, Slope, Stepped
 
 # Layers that act on each number alone and have no parameters.
 ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Hardtanh)
@@ -31,7 +31,8 @@ class Dense(Stacked):
         self._flattens = type(self.layers[0][1]) is nn.Flatten
         plain = self.layers[1:] if self._flattens else self.layers
         known = all(type(layer) in (nn.Linear, *SLOPES) for _, layer in plain)
-        self._by_hand = plain if known and self.loss_function is functional.cross_entropy else None
+        known = known and self.loss_function is functional.cross_entropy
+        self._by_hand = [named(name, layer) for name, layer in plain] if known else None
 
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Tensor, Params]:
         for name, layer in self.layers:
@@ -39,12 +40,23 @@ class Dense(Stacked):
         return x, buffers
 
     def pull_loss(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
-        if self._by_hand is not None:
-            x, y, inside = unpacked(batch)
-            x = x.flatten(2) if self._flattens else x
-            if x.ndim == 3:
-                return *pull_cross_entropy(self._by_hand, _part, params, x, y, inside), buffers
-        return super().pull_loss(params, buffers, batch)
+        layers, data = self._flat(batch)
+        if layers is None:
+            return super().pull_loss(params, buffers, batch)
+        return *pull_cross_entropy(layers, params, *data), buffers
+
+    def step_loss(self, model: Model, batch: Batch, lr: float, slope: Slope) -> Stepped:
+        layers, data = self._flat(batch)
+        if layers is None:
+            return super().step_loss(model, batch, lr, slope)
+        params, value, weight = step_cross_entropy(layers, model["params"], *data, lr, slope)
+        return Stepped(Model(params=params, buffers=model["buffers"]), value, weight)
+
+    def _flat(self, batch: Batch) -> tuple[Sequence[Named] | None, tuple[Tensor, Tensor, Tensor | None]]:
+        """The layers whose gradient is written out, None where it is not, and x [clients, samples, features], y, inside."""
+        x, y, inside = unpacked(batch)
+        x = x.flatten(2) if self._flattens else x
+        return self._by_hand if x.ndim == 3 else None, (x, y, inside)
 
 
 def _apply(layer: nn.Module, part: partial[Tensor | None], x: Tensor) -> Tensor:

@@ -66,8 +66,7 @@ class Embedded(Engine):
         self._bytes = max(self._bytes, tree.nbytes(message))
         if round != self._round:
             self._round, self._scratch = round, {}
-        # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
-        with _threads_for(self._bytes), torch.random.fork_rng(devices=self._devices()):
+        with _threads_for(self._bytes):
             return self._run(step, clients, message, round)
 
     def states(self) -> dict[int, Tree]:
@@ -116,11 +115,13 @@ class Embedded(Engine):
 
     def _alone(self, named: Step, drawn: Drawn, k: int, message: dict[str, Tree], noise: int) -> Outcome:
         """One client's step."""
-        # Where only the CPU's generator is drawn from, torch.manual_seed would be ten times the work.
-        torch.manual_seed(noise) if self._devices() else torch.default_generator.manual_seed(noise)
         state = self._state(int(drawn.clients[k]))
         images = isinstance(self._one, ChannelsLast)
-        outcome = named.run(self._one, message, laid_out(state) if images else state, drawn.of_one(k))
+        # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
+        with torch.random.fork_rng(devices=self._devices()):
+            # Where only the CPU's generator is drawn from, torch.manual_seed would be ten times the work.
+            torch.manual_seed(noise) if self._devices() else torch.default_generator.manual_seed(noise)
+            outcome = named.run(self._one, message, laid_out(state) if images else state, drawn.of_one(k))
         if not images:
             return outcome
         return outcome._replace(reply=plain(outcome.reply), state=plain(outcome.state), scratch=plain(outcome.scratch))

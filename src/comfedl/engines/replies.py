@@ -79,18 +79,20 @@ class StackedReplies(Replies):
         return torch.cat([part.reply[name].double().cpu() for part in self._parts])[self._rows]
 
     def weighted_sum(self, name: str, weights: Tensor) -> Tree:
-        by_row = torch.zeros(sum(self._lengths), dtype=torch.float64).index_add_(0, self._rows, weights.double())
-        shares = torch.split(by_row, self._lengths)
+        shares = self._by_row(weights)
 
         def total(*leaves: Tensor) -> Tensor:
             if not leaves[0].is_floating_point():
                 return torch.stack([leaf.amax(dim=0) for leaf in leaves]).amax(dim=0)
-            out = leaves[0].new_zeros(leaves[0][0].numel())
-            for share, leaf in zip(shares, leaves, strict=True):
-                out += share.to(leaf) @ leaf.reshape(len(leaf), -1)
-            return out.view(leaves[0].shape[1:])
+            sums = [share.to(leaf) @ leaf.reshape(len(leaf), -1) for share, leaf in zip(shares, leaves, strict=True)]
+            return reduce(Tensor.add_, sums).view(leaves[0].shape[1:])
 
         return tree.map(total, *(part.reply[name] for part in self._parts))
+
+    def _by_row(self, weights: Tensor) -> Sequence[Tensor]:
+        """What each client in the parts weighs in all, part by part."""
+        total = torch.zeros(sum(self._lengths), dtype=torch.float64).index_add_(0, self._rows, weights.double())
+        return torch.split(total, self._lengths)
 
     def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
         def squares(reply: Tree) -> Tensor:
@@ -121,6 +123,8 @@ class StackedReplies(Replies):
         return StackedReplies([client for client in self.clients if client not in clients], self._parts)
 
     def nbytes(self) -> int:
+        if len(self.clients) == len(set(self.clients)) == sum(self._lengths):  # each was asked once
+            return sum(tree.nbytes(part.reply) for part in self._parts)
         each = [tree.nbytes(part.reply) // len(part.clients) for part in self._parts for _ in part.clients]
         return sum(each[row] for row in self._rows.tolist())
 
