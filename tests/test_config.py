@@ -624,7 +624,7 @@ def test_every_outer_reads_back_from_a_resolved_config(outer: dict[str, Any]) ->
 
 def test_the_embedded_engines_table() -> None:
     config = small("embedded.vectorize=serial", "embedded.memory_mb=100")
-    assert config.resolved()["embedded"] == {"vectorize": "serial", "memory_mb": 100}
+    assert config.resolved()["embedded"] == {"vectorize": "serial", "memory_mb": 100, "workers": "auto"}
     assert "embedded" not in small().resolved()
     serial, auto = run_config(config), run_config(small())
     for name, part in serial.params.items():
@@ -639,6 +639,8 @@ def test_the_embedded_engines_table() -> None:
         ("embedded.vectorize=stak", ["embedded.vectorize", "stack"]),
         ("embedded.vectorise=stack", ["vectorise", "vectorize"]),
         ("embedded.memory_mb=0", ["embedded.memory_mb", "above 0"]),
+        ("embedded.workers=0", ["embedded.workers", "1 or more"]),
+        ("embedded.workers=many", ["embedded.workers", "many"]),
         ("embedded=stack", ["embedded", "stack"]),
     ],
 )

@@ -79,6 +79,7 @@ class EmbeddedTable(BaseModel):
 
     vectorize: str = "auto"
     memory_mb: float = 512
+    workers: int | str = "auto"
 
 
 class Config(BaseModel):
@@ -136,6 +137,8 @@ class Config(BaseModel):
         if self.embedded is not None:
             checks.one_of("embedded.vectorize", self.embedded.vectorize, WAYS)
             checks.positive("embedded.memory_mb", self.embedded.memory_mb)
+            if self.embedded.workers != "auto":
+                checks.at_least("embedded.workers", self.embedded.workers, 1)
             if self.engine != "embedded":
                 raise ConfigError(f"There is a table [embedded], but engine is {self.engine!r}; leave one of them out.")
         check_loop(**{name: getattr(self, name) for name in LOOP})

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,15 @@ class Learner:
         self.call = None if module is None else Stateless(copy.deepcopy(module))
         self.loss_function = loss
         self.metrics = metrics or {}
+
+    def copy(self) -> Self:
+        """The same learner with a module of its own, for another thread."""
+        return copy.deepcopy(self)
+
+    def same_noise(self, like: Tree) -> AbstractContextManager[None]:
+        """What is drawn inside is drawn once more after it, on the devices of these tensors."""
+        devices = {leaf.device for leaf in tree.leaves(like) if leaf.device.type == "cuda"}
+        return torch.random.fork_rng(devices=sorted(devices, key=str))
 
     @property
     def module(self) -> nn.Module | None:
@@ -336,7 +345,7 @@ class Adapted:
     def _difference(self, slope: Callable[[Params], tuple[Params, Params]], at: Params, v: Params) -> Params:
         """The Hessian-vector product at ``at`` by a central difference, under one and the same dropout."""
         delta = self.adapt.delta
-        with same_noise(v):
+        with self.learner.same_noise(v):
             ahead, _ = slope(tree.step(at, -delta, v))
         behind, _ = slope(tree.step(at, delta, v))
         product: Params = tree.map(lambda a, b: (a - b) / (2 * delta), ahead, behind)
@@ -356,12 +365,6 @@ class Adapted:
 def paired(batch: Batch) -> Batch:
     """A lone sample twice: its means are the same, and it has batch statistics."""
     return (torch.cat([batch[0]] * 2), torch.cat([batch[1]] * 2)) if len(batch[0]) == 1 else batch
-
-
-def same_noise(like: Tree) -> AbstractContextManager[None]:
-    """What is drawn inside is drawn once more after it, on the devices of these tensors."""
-    devices = {leaf.device for leaf in tree.leaves(like) if leaf.device.type == "cuda"}
-    return torch.random.fork_rng(devices=sorted(devices, key=str))
 
 
 def chunks(data: Batch) -> Iterator[Batch]:

@@ -308,7 +308,7 @@ def _check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
         return
     x, y = data.train.x[:2], data.train.y[:2]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             output, _ = learner.output(model["params"], model["buffers"], x, train=False)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise DataError(

@@ -42,14 +42,14 @@ class _Curved(nn.modules.batchnorm._BatchNorm):
         tracked = self.running_mean is not None and self.running_var is not None
         if not _curved.get() or not (self.training or not tracked):
             return super().forward(x)
-        self._check_input_dim(x)
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
         factor = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 factor = 1.0 / float(self.num_batches_tracked)
         kept = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
-        out: Tensor = _Normalise.apply(x, self.weight, self.bias, *kept, factor, self.eps)
+        out: Tensor = _Normalise.apply(x, self.weight, self.bias, *kept, factor, self.eps)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -94,7 +94,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse = ctx.saved_tensors
-        dx, dw, db = _Slope.apply(g, x, weight, mean, inverse, ctx.eps)
+        dx, dw, db = _Slope.apply(g, x, weight, mean, inverse, ctx.eps)  # type: ignore[no-untyped-call]
         needs = ctx.needs_input_grad
         return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None, None
 

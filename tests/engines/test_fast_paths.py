@@ -81,7 +81,7 @@ class Own(nn.Module):
         return out
 
 
-STACKED: list[Callable[[], nn.Module]] = [wide, layered, normed_by_layer, frozen, embedded]
+STACKED: list[Callable[[], nn.Module]] = [wide, layered, normed_by_layer, frozen, embedded, noisy]
 MAPPED: list[Callable[[], nn.Module]] = [running, of_the_batch, Own, images]
 
 # Few samples, a single one, and more than a batch; some have no validation data.
@@ -149,9 +149,9 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     real = Embedded._together
 
-    def spy(self: Embedded, named: Any, drawn: Any, ks: Any, message: Any) -> Any:
+    def spy(self: Embedded, learner: Any, named: Any, drawn: Any, ks: Any, *more: Any) -> Any:
         counts.append(len(ks))
-        return real(self, named, drawn, ks, message)
+        return real(self, learner, named, drawn, ks, *more)
 
     monkeypatch.setattr(Embedded, "_together", spy)
     return counts
@@ -228,11 +228,9 @@ def test_a_loss_of_torchs(together: list[int]) -> None:
 # Who runs how.
 
 
-def test_noise_runs_serially() -> None:
-    close(run(noisy, cf.FedAvg(), "auto", data()), run(noisy, cf.FedAvg(), "serial", data()))
-    for way in ("stack", "vmap"):
-        with pytest.raises(cf.ConfigError, match="noise"):
-            run(noisy, cf.FedAvg(), way, data())
+def test_noise_is_not_for_vmap() -> None:
+    with pytest.raises(cf.ConfigError, match="noise"):
+        run(noisy, cf.FedAvg(), "vmap", data())
 
 
 @pytest.mark.parametrize("module", [running, Own, images])

@@ -98,7 +98,7 @@ def _forward(
             kept.append(at)
             at = torch.bmm(_weight(layer, weight, params, len(x)), at)
             if bias:
-                at.add_((params[bias] if bias in params else layer.bias).unsqueeze(-1))
+                at.add_(params.get(bias, layer.bias).unsqueeze(-1))
         else:
             at = layer(at)
             kept.append(at)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -14,30 +16,72 @@ from comfedl.engines.by_hand import SLOPES, Named, named, pull_cross_entropy, st
 from comfedl.engines.stacked import Stacked, unpacked
 from comfedl.losses import PER_SAMPLE
 from comfedl.problem import Batch, Learner, Model, Params, Pullback, Slope, Stepped
+from comfedl.tree import Tree
 
 # Layers that act on each number alone and have no parameters.
 ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Hardtanh)
 LAYERS = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Flatten, nn.Identity, *ACTIVATIONS)
+# Without noise, and with it.
+CHAINED = (*LAYERS, nn.Dropout)
 
 
 class Dense(Stacked):
-    """A chain of linear layers, activations, LayerNorm, Embedding and Flatten; ``obstacle`` says what else is not."""
+    """A chain of linear layers, activations, LayerNorm, Embedding, Flatten and Dropout; ``obstacle`` says what is not.
+
+    Dropout draws each client's noise from a generator of its own, as if that client ran alone.
+    """
 
     def __init__(self, learner: Learner) -> None:
         super().__init__(learner)
         assert self.module is not None
         self.layers = [(name, _own(layer)) for name, layer in chain(self.module)]
-        self.ragged = all(function in PER_SAMPLE for function in (self.loss_function, *self.metrics.values()))
+        self._drops = drops(self.module)
+        self._noise: list[torch.Generator] = []
+        # With dropout a client's noise depends on how many samples it has, so there is no padding.
+        one_by_one = all(function in PER_SAMPLE for function in (self.loss_function, *self.metrics.values()))
+        self.ragged = one_by_one and not self._drops
         self._flattens = type(self.layers[0][1]) is nn.Flatten
         plain = self.layers[1:] if self._flattens else self.layers
         known = all(type(layer) in (nn.Linear, *SLOPES) for _, layer in plain)
         known = known and self.loss_function is functional.cross_entropy
         self._by_hand = [named(name, layer) for name, layer in plain] if known else None
 
+    def seed(self, noise: Callable[[int], int], clients: Sequence[int]) -> None:
+        if self._drops:
+            self._noise = [torch.Generator().manual_seed(noise(client)) for client in clients]
+
+    @contextmanager
+    def _drawn_again(self) -> Iterator[None]:
+        states = [generator.get_state() for generator in self._noise]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._noise, states, strict=True):
+                generator.set_state(state)
+
+    def same_noise(self, like: Tree) -> AbstractContextManager[None]:
+        return self._drawn_again()
+
+    def copy(self) -> Self:
+        self._noise = []  # of the step before
+        return super().copy()
+
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Tensor, Params]:
         for name, layer in self.layers:
-            x = _apply(layer, partial(_part, name, layer, params, len(x)), x)
+            if isinstance(layer, nn.Dropout):
+                x = self._dropped(layer.p, x) if train else x
+            else:
+                x = _apply(layer, partial(_part, name, layer, params, len(x)), x)
         return x, buffers
+
+    def _dropped(self, p: float, x: Tensor) -> Tensor:
+        """Dropout as torch does it, each client with its own generator."""
+        if p in (0, 1) or x.numel() == 0:  # nothing is drawn
+            return x * (1 - p)
+        kept = [
+            torch.empty_like(own).bernoulli_(1 - p, generator=noise) for own, noise in zip(x, self._noise, strict=True)
+        ]
+        return x * torch.stack(kept).div_(1 - p)
 
     def pull_loss(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
         layers, data = self._flat(batch)
@@ -53,7 +97,7 @@ class Dense(Stacked):
         return Stepped(Model(params=params, buffers=model["buffers"]), value, weight)
 
     def _flat(self, batch: Batch) -> tuple[Sequence[Named] | None, tuple[Tensor, Tensor, Tensor | None]]:
-        """The layers whose gradient is written out, None where it is not, and x [clients, samples, features], y, inside."""
+        """The layers whose gradient is written out, if it is; x [clients, samples, features], y, and which count."""
         x, y, inside = unpacked(batch)
         x = x.flatten(2) if self._flattens else x
         return self._by_hand if x.ndim == 3 else None, (x, y, inside)
@@ -111,14 +155,17 @@ def _own(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def drops(module: nn.Module) -> bool:
+    """Whether a module has dropout."""
+    return any(type(layer) is nn.Dropout for layer in module.modules())
+
+
 def obstacle(module: nn.Module) -> str | None:
     """Why a module is no chain of dense layers; None where it is one."""
     for layer in module.modules():
         kind = type(layer)
-        if kind is nn.Dropout:
-            return "Dropout draws noise, which is each client's own"
-        if kind is not nn.Sequential and kind not in LAYERS:
-            return f"{kind.__name__} is not one of the dense layers ({', '.join(known.__name__ for known in LAYERS)})"
+        if kind is not nn.Sequential and kind not in CHAINED:
+            return f"{kind.__name__} is not one of the dense layers ({', '.join(known.__name__ for known in CHAINED)})"
         hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
         if any(hooks):
             return f"{kind.__name__} has hooks"

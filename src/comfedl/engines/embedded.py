@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,9 @@ from comfedl.data.federated import FederatedData
 from comfedl.engines.batches import Drawn, Sizes, alike, portions
 from comfedl.engines.choice import choose
 from comfedl.engines.convolution import ChannelsLast, laid_out, plain
+from comfedl.engines.crew import Crew
 from comfedl.engines.replies import LocalReplies, Part, StackedReplies, stacked, unstacked
+from comfedl.engines.stacked import Stacked
 from comfedl.errors import ConfigError
 from comfedl.problem import Learner
 from comfedl.step import Diverged, Engine, Outcome, Replies, Step, check_finite
@@ -40,6 +43,8 @@ class Embedded(Engine):
             torch.func.vmap, "serial" one client after another; "auto" stacks where it can. The numbers are the same,
             to rounding.
         memory_mb: how much memory the clients that run at once may take, roughly.
+        workers: how many threads at most share the clients out; "auto" is as many as torch would use. The numbers are
+            the same.
     """
 
     def __init__(
@@ -51,12 +56,17 @@ class Embedded(Engine):
         state: Tree = None,
         vectorize: str = "auto",
         memory_mb: float = 512,
+        workers: int | str = "auto",
     ) -> None:
         checks.positive("memory_mb", memory_mb)
+        if workers != "auto":
+            checks.at_least("workers", workers, 1)
         self.names, self.sizes = data.names, data.train.sizes
         self._data, self._steps, self._seed, self._memory = data, steps, seed, memory_mb * 1e6
-        self._one, self._many, why = choose(vectorize, learner, data, steps.values())
+        self._one, self._many, why, self._quiet = choose(vectorize, learner, data, steps)
         logger.info("Clients run %s.", why)
+        self._crew = Crew(torch.get_num_threads() if workers == "auto" else int(workers)) if self._quiet else Crew(1)
+        self._learners = {0: (self._one, self._many)}  # by the thread that uses them: a module is not for two at a time
         self._initial = state
         self._states: dict[int, Tree] = {}
         self._scratch: dict[int, Tree] = {}
@@ -66,8 +76,7 @@ class Embedded(Engine):
         self._bytes = max(self._bytes, tree.nbytes(message))
         if round != self._round:
             self._round, self._scratch = round, {}
-        with _threads_for(self._bytes):
-            return self._run(step, clients, message, round)
+        return self._run(step, clients, message, round)
 
     def states(self) -> dict[int, Tree]:
         return dict(self._states)
@@ -79,15 +88,22 @@ class Embedded(Engine):
         named = self._steps[step]
         drawn = Drawn(self._data, named.draws, step, list(dict.fromkeys(clients)), self._seed, round)
         received = laid_out(message) if isinstance(self._one, ChannelsLast) else message
+        chunks = list(self._chunks(named, drawn, message))
+
+        def outcome_of(worker: int, ks: Sizes) -> Outcome:
+            one, many = self._learners_of(worker)
+            noise = partial(self._noise, named.noise or step, round)
+            if len(ks) > 1:
+                assert many is not None
+                return self._together(many, named, drawn, ks, message, noise)
+            return self._alone(one, named, drawn, int(ks[0]), received, noise)
+
         parts: list[Part] = []
         failed: dict[int, Diverged] = {}  # by the client's place among those that were asked
-        for ks in self._chunks(named, drawn, message):
+        with _threads_for(self._bytes, self._crew.workers > 1 and len(chunks) > 1):
+            outcomes = self._crew.run(step, outcome_of, chunks)
+        for ks, outcome in zip(chunks, outcomes, strict=True):
             who: list[int] = drawn.clients[ks].tolist()
-            if len(who) > 1:
-                outcome = self._together(named, drawn, ks, message)
-            else:
-                noise = rng.key(self._seed, f"{named.noise or step}/torch", round, self.names[who[0]]) >> 1
-                outcome = self._alone(named, drawn, int(ks[0]), received, noise)
             failed |= self._failed(round, ks.tolist(), who, outcome)
             parts.append(Part(who, outcome.reply))
             for kept, new in ((self._states, outcome.state), (self._scratch, outcome.scratch)):
@@ -102,6 +118,16 @@ class Embedded(Engine):
             clients, [part if len(part.clients) > 1 else Part(part.clients, stacked([part.reply])) for part in parts]
         )
 
+    def _learners_of(self, worker: int) -> tuple[Learner, Stacked | None]:
+        if worker not in self._learners:
+            one, many = self._learners[0]
+            self._learners[worker] = one.copy(), None if many is None else many.copy()
+        return self._learners[worker]
+
+    def _noise(self, purpose: str, round: int, client: int) -> int:
+        """The seed of a client's dropout and the like."""
+        return rng.key(self._seed, f"{purpose}/torch", round, self.names[client]) >> 1
+
     def _chunks(self, named: Step, drawn: Drawn, message: Tree) -> Iterator[Sizes]:
         """The clients that run at once, as places in ``drawn``."""
         if self._many is None or not named.elementwise:
@@ -113,32 +139,54 @@ class Embedded(Engine):
             for portion in portions(drawn.whole[ks], max(1, min(MOST, most))):
                 yield ks[portion]
 
-    def _alone(self, named: Step, drawn: Drawn, k: int, message: dict[str, Tree], noise: int) -> Outcome:
+    def _alone(
+        self,
+        learner: Learner,
+        named: Step,
+        drawn: Drawn,
+        k: int,
+        message: dict[str, Tree],
+        noise: Callable[[int], int],
+    ) -> Outcome:
         """One client's step."""
-        state = self._state(int(drawn.clients[k]))
-        images = isinstance(self._one, ChannelsLast)
-        # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
-        with torch.random.fork_rng(devices=self._devices()):
-            # Where only the CPU's generator is drawn from, torch.manual_seed would be ten times the work.
-            torch.manual_seed(noise) if self._devices() else torch.default_generator.manual_seed(noise)
-            outcome = named.run(self._one, message, laid_out(state) if images else state, drawn.of_one(k))
+        client = int(drawn.clients[k])
+        images = isinstance(learner, ChannelsLast)
+        state = laid_out(self._state(client)) if images else self._state(client)
+        if self._quiet:
+            outcome = named.run(learner, message, state, drawn.of_one(k))
+        else:
+            # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
+            with torch.random.fork_rng(devices=self._devices()):
+                # Where only the CPU's generator is drawn from, torch.manual_seed would be ten times the work.
+                seed = noise(client)
+                torch.manual_seed(seed) if self._devices() else torch.default_generator.manual_seed(seed)
+                outcome = named.run(learner, message, state, drawn.of_one(k))
         if not images:
             return outcome
         return outcome._replace(reply=plain(outcome.reply), state=plain(outcome.state), scratch=plain(outcome.scratch))
 
-    def _together(self, named: Step, drawn: Drawn, ks: Sizes, message: dict[str, Tree]) -> Outcome:
+    def _together(
+        self,
+        learner: Stacked,
+        named: Step,
+        drawn: Drawn,
+        ks: Sizes,
+        message: dict[str, Tree],
+        noise: Callable[[int], int],
+    ) -> Outcome:
         """The step of many clients, their tensors stacked."""
-        assert self._many is not None
         count = len(ks)
         received = {
             # A lone number is the same for all, and stays one.
             name: part if isinstance(part, Tensor) and part.ndim == 0 else stacked([part] * count)
             for name, part in message.items()
         }
-        states = [self._state(i) for i in drawn.clients[ks].tolist()]
+        who: list[int] = drawn.clients[ks].tolist()
+        states = [self._state(i) for i in who]
         state = None if states[0] is None else stacked(states)
+        learner.seed(noise, who)
         try:
-            outcome = named.run(self._many, received, state, drawn.of_many(ks))
+            outcome = named.run(learner, received, state, drawn.of_many(ks))
         except RuntimeError as error:
             if "vmap" not in str(error):
                 raise
@@ -190,10 +238,10 @@ SMALL = 400_000
 
 
 @contextmanager
-def _threads_for(size: int) -> Iterator[None]:
-    """One thread for a small model, torch's own choice for a large one."""
+def _threads_for(size: int, shared: bool) -> Iterator[None]:
+    """One thread a client for a small model or where threads share clients out, torch's own choice otherwise."""
     threads = torch.get_num_threads()
-    if threads == 1 or size > SMALL:
+    if threads == 1 or (size > SMALL and not shared):
         yield
         return
     torch.set_num_threads(1)

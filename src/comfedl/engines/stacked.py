@@ -66,6 +66,9 @@ class Stacked(Learner):
     def __init__(self, learner: Learner) -> None:
         self.call, self.loss_function, self.metrics = learner.call, learner.loss_function, learner.metrics
 
+    def seed(self, noise: Callable[[int], int], clients: Sequence[int]) -> None:
+        """Whose noise the next step draws: each client's generator is seeded with ``noise(client)``."""
+
     @abstractmethod
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
         """The models' outputs on ``x``, [clients, samples, ...]."""
