@@ -1,192 +1,87 @@
-"""Time a round of FedAvg (and first-order MAML) against the loop that a user would write, one thread, interleaved.
+"""Our own rounds against the plain loops, in one process and in turns: a quick look while working on speed.
 
-    OMP_NUM_THREADS=1 python benchmarks/ours.py [W1 W2 W3 W4] [--repeats 5]
+    OMP_NUM_THREADS=1 python -m benchmarks.ours [W1 W2 W3 "W4 first" "W4 exact"] [--repeats 7]
 
-W1: softmax regression 784 -> 10, 10 clients, batch 50. W2: the same, 1,000 clients of 100 samples, batch 20. W3: the
-four-layer CNN (32 filters, batch statistics) on 3x32x32, 10 clients, batch 32. W4: W3 with one-step first-order MAML.
-Five local steps; data are random numbers of these shapes; no evaluation in the timed part. The times are CPU
-milliseconds a round, medians; ratios carry from one machine to another, times do not.
+The workloads are in ``workloads.py``. Here a round is the method's own, with nothing of ``fit`` around it, one client
+after another ("serial") and as the engine chooses ("auto"); ``python -m benchmarks.peers`` times ``fit`` itself, with
+the peers beside it. CPU milliseconds a round, medians; ratios carry from one machine to another, times do not.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import count
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-import comfedl as cf
-from comfedl.algorithms.base import Algorithm
+from benchmarks.peers.loops import lean_round, loop_round
+from benchmarks.peers.ours import federated, method
+from benchmarks.workloads import WORKS, Work, build
 from comfedl.algorithms.rounds import Round
-from comfedl.data.federated import FederatedData, Split
 from comfedl.engines import make_engine
 from comfedl.losses import LOSSES
 from comfedl.problem import Learner, Model
 
-STEPS, LR, ADAPT = 5, 0.1, 0.05
+TURN = 0.5  # CPU seconds that a turn aims at
 
 
-@dataclass(frozen=True)
-class Work:
-    """One workload."""
-
-    model: str
-    shape: tuple[int, ...]
-    clients: int
-    samples: int
-    batch: int
-    rounds: int
-    maml: bool = False
-
-
-WORKS = {
-    "W1": Work("logistic", (784,), 10, 600, 50, 20),
-    "W2": Work("logistic", (784,), 1000, 100, 20, 1),
-    "W3": Work("cnn4", (3, 32, 32), 10, 200, 32, 1),
-    "W4": Work("cnn4", (3, 32, 32), 10, 200, 32, 1, maml=True),
-}
-
-
-def data(work: Work) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    n = work.clients * work.samples
-    return torch.randn(n, *work.shape, generator=generator), torch.randint(0, 10, (n,), generator=generator)
-
-
-def loop(work: Work) -> Callable[[int], None]:
-    """The loop that a user would write, slicing tensors: a copy of the model and an optimiser for each client."""
-    server = cf.models.build(work.model, work.shape, 10, 0)
-    x, y = data(work)
-    generator = torch.Generator().manual_seed(1)
-
-    def batch(client: int) -> tuple[Tensor, Tensor]:
-        rows = client * work.samples + torch.randperm(work.samples, generator=generator)[: work.batch]
-        return x[rows], y[rows]
-
-    def backward(local: nn.Module, on: tuple[Tensor, Tensor]) -> None:
-        local.zero_grad()
-        cross_entropy(local(on[0]), on[1]).backward()
-
-    def trained(client: int) -> nn.Module:
-        local = copy.deepcopy(server)
-        optimizer = torch.optim.SGD(local.parameters(), lr=LR)
-        for _ in range(STEPS):
-            if work.maml:
-                start = [p.detach().clone() for p in local.parameters()]
-                backward(local, batch(client))
-                with torch.no_grad():
-                    for p in local.parameters():
-                        p -= ADAPT * p.grad
-            backward(local, batch(client))
-            if work.maml:
-                with torch.no_grad():
-                    for p, w in zip(local.parameters(), start, strict=True):
-                        p.copy_(w)
-            optimizer.step()
-        return local
-
-    def round(number: int) -> None:
-        total = {name: torch.zeros_like(part) for name, part in server.state_dict().items()}
-        for client in range(work.clients):
-            for name, part in trained(client).state_dict().items():
-                total[name] += part / work.clients
-        server.load_state_dict(total)
-
-    return round
-
-
-def lean_loop(work: Work) -> Callable[[int], None]:
-    """The same by somebody who minds the time: one copy of the model, and neither optimiser nor deepcopy."""
-    server = cf.models.build(work.model, work.shape, 10, 0)
-    (x, y), local = data(work), copy.deepcopy(server)
-    params = list(local.parameters())
-    generator = torch.Generator().manual_seed(1)
-
-    def batch(client: int) -> tuple[Tensor, Tensor]:
-        rows = client * work.samples + torch.randperm(work.samples, generator=generator)[: work.batch]
-        return x[rows], y[rows]
-
-    def train(client: int) -> None:
-        for _ in range(STEPS):
-            here, there = batch(client), batch(client) if work.maml else None
-            grads = torch.autograd.grad(cross_entropy(local(here[0]), here[1]), params)
-            if there is not None:
-                with torch.no_grad():
-                    start = [p.clone() for p in params]
-                    for p, g in zip(params, grads, strict=True):
-                        p -= ADAPT * g
-                grads = torch.autograd.grad(cross_entropy(local(there[0]), there[1]), params)
-                with torch.no_grad():
-                    for p, w in zip(params, start, strict=True):
-                        p.copy_(w)
-            with torch.no_grad():
-                for p, g in zip(params, grads, strict=True):
-                    p -= LR * g
-
-    def round(number: int) -> None:
-        total = {name: torch.zeros_like(part) for name, part in server.state_dict().items()}
-        for client in range(work.clients):
-            local.load_state_dict(server.state_dict())
-            train(client)
-            for name, part in local.state_dict().items():
-                total[name] += part / work.clients
-        server.load_state_dict(total)
-
-    return round
-
-
-def ours(work: Work, vectorize: str) -> Callable[[int], None]:
-    """A round of comfedl's."""
-    common = {"lr": LR, "local_steps": STEPS, "batch_size": work.batch}
-    algorithm: Algorithm = cf.FedMAML(adapt_lr=ADAPT, order="first", **common) if work.maml else cf.FedAvg(**common)
-    module: nn.Module = cf.models.build(work.model, work.shape, 10, 0)
-    x, y = data(work)
-    names = [f"{i:04d}" for i in range(work.clients)]
-    fed = FederatedData.from_splits({"train": Split(x, y, names, np.arange(work.clients + 1) * work.samples)})
+def ours(work: Work, vectorize: str) -> Callable[[], None]:
+    """A round of comfedl's method on its engine."""
+    algorithm, module, numbers = method(work), build(work), count(1)
     model = Model(params={name: part.detach() for name, part in module.named_parameters()}, buffers={})
-    learner = Learner(module, *LOSSES["cross_entropy"])
-    options = {"vectorize": vectorize}
-    engine = make_engine("embedded", fed, learner, algorithm.steps(), 0, algorithm.client_state(model), options)
-    state = algorithm.init(model, work.clients)
+    learner, state = Learner(module, *LOSSES["cross_entropy"]), algorithm.client_state(model)
+    engine = make_engine("embedded", federated(work), learner, algorithm.steps(), 0, state, {"vectorize": vectorize})
+    server = algorithm.init(model, work.clients)
 
-    def round(number: int) -> None:
-        nonlocal state
-        state, _ = algorithm.round(state, Round(number, 0, work.clients, engine))
+    def round() -> None:
+        nonlocal server
+        server, _ = algorithm.round(server, Round(next(numbers), 0, work.clients, engine))
 
     return round
+
+
+def seconds(round: Callable[[], None], rounds: int) -> float:
+    """CPU seconds a round."""
+    start = time.process_time()
+    for _ in range(rounds):
+        round()
+    return (time.process_time() - start) / rounds
+
+
+def medians(work: Work, repeats: int) -> dict[str, float]:
+    """CPU milliseconds a round of each way, all in turns."""
+    ways = {
+        "loop": loop_round(work)[1],
+        "lean": lean_round(work)[1],
+        "serial": ours(work, "serial"),
+        "auto": ours(work, "auto"),
+    }
+    turns = {way: 1 + int(TURN / max(seconds(round, 1), 1e-6)) for way, round in ways.items()}  # and this warms up
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way, round in ways.items():
+            times[way].append(1e3 * seconds(round, turns[way]))
+    return {way: statistics.median(spent) for way, spent in times.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time comfedl's rounds against a plain loop.")
-    parser.add_argument("works", nargs="*", default=["W1", "W2"], help=f"some of {', '.join(WORKS)}")
+    parser = argparse.ArgumentParser(description="Time comfedl's rounds against plain loops.")
+    parser.add_argument("works", nargs="*", default=["W1", "W2"], metavar="W", help=", ".join(WORKS))
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
+    for name in arguments.works:
+        if name not in WORKS:
+            parser.error(f"{name!r} is no workload; give some of {', '.join(map(repr, WORKS))}.")
     torch.set_num_threads(1)
     columns = ("loop ms", "lean ms", "serial ms", "auto ms", "loop/serial", "loop/auto", "lean/auto")
-    print("    " + "".join(f"{column:>12}" for column in columns))
+    print(" " * 9 + "".join(f"{column:>12}" for column in columns))
     for name in arguments.works:
-        work = WORKS[name]
-        ways = {"loop": loop(work), "lean": lean_loop(work), "serial": ours(work, "serial"), "auto": ours(work, "auto")}
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        number = 0
-        for repeat in range(arguments.repeats + 1):
-            for way, round in ways.items():
-                start = time.process_time()
-                for _ in range(work.rounds):
-                    number += 1
-                    round(number)
-                if repeat:  # the first warms up
-                    times[way].append((time.process_time() - start) / work.rounds * 1e3)
-        ms = {way: statistics.median(spent) for way, spent in times.items()}
+        ms = medians(WORKS[name], arguments.repeats)
         ratios = [ms["loop"] / ms["serial"], ms["loop"] / ms["auto"], ms["lean"] / ms["auto"]]
-        print(f"{name:4}" + "".join(f"{number:12.2f}" for number in [*ms.values(), *ratios]))
+        print(f"{name:9}" + "".join(f"{number:12.2f}" for number in [*ms.values(), *ratios]))
 
 
 if __name__ == "__main__":

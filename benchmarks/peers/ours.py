@@ -1,0 +1,84 @@
+"""comfedl as a user runs it: one call of ``fit``, timed from a callback. Nothing is evaluated before the last round."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+import comfedl as cf
+from benchmarks.peers.pace import Counting, Pace
+from benchmarks.workloads import ADAPT, LR, STEPS, Work, build, parts
+from comfedl.algorithms.base import Algorithm
+from comfedl.callbacks import Callback
+from comfedl.checkpoint import Snapshot
+from comfedl.problem import Params
+
+FOREVER = 10**9
+
+
+class Stop(Exception):
+    """Enough rounds."""
+
+
+class EachRound(Callback):
+    """Calls the pace at the end of every round."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+
+    def settled(self, snapshot: Snapshot) -> None:
+        self.pace(snapshot.state["model"]["params"].values)
+
+
+class First(Callback):
+    """Keeps the model after the first round and stops."""
+
+    params: Params
+
+    def settled(self, snapshot: Snapshot) -> None:
+        self.params = snapshot.state["model"]["params"]
+        raise Stop
+
+
+def method(work: Work) -> Algorithm:
+    common = {"lr": LR, "local_steps": STEPS, "batch_size": work.batch}
+    return cf.FedMAML(adapt_lr=ADAPT, order=work.maml, **common) if work.maml else cf.FedAvg(**common)
+
+
+def federated(work: Work) -> cf.FederatedData:
+    return cf.FederatedData({f"{client:04d}": part for client, part in enumerate(parts(work))})
+
+
+def run(work: Work, pace: Pace) -> None:
+    # Many clients at once are not seen by hooks on the model. So the passes are counted where clients run one by one,
+    # and the default path must come to the same parameters. A process of its own, for its memory is not part of it.
+    with pace.aside(), ProcessPoolExecutor(1, get_context("spawn")) as elsewhere:
+        pace.checks = elsewhere.submit(checked, work).result()
+    fed = federated(work)
+    loop = {"rounds": FOREVER, "eval_every": FOREVER, "callbacks": [EachRound(pace)]}
+    cf.fit(build(work), fed, method(work), **loop)
+
+
+def checked(work: Work) -> dict[str, Any]:
+    """The gradients of a round, client by client, and how far from it the default path ends."""
+    torch.set_num_threads(1)
+    fed, counting = federated(work), Counting()
+    counted = first_round(work, fed, "serial")
+    counting.stop()
+    ours = first_round(work, fed, "auto")
+    apart = max(float((ours[name] - part).abs().max()) for name, part in counted.items())
+    return {"passes": dict(counting.passes), "apart": apart}
+
+
+def first_round(work: Work, fed: cf.FederatedData, vectorize: str) -> Params:
+    """The parameters after a round of ``fit``."""
+    first = First()
+    options = {"engine_options": {"vectorize": vectorize}, "callbacks": [first]}
+    try:
+        cf.fit(build(work), fed, method(work), rounds=2, eval_every=2, **options)
+    except Stop:
+        return first.params
+    raise AssertionError("fit() has not called its callback")

@@ -1,0 +1,190 @@
+"""What was found, in numbers: medians, quartiles and ratios, as JSON, CSV and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.peers.roster import PEERS
+from benchmarks.workloads import WORKS
+
+Records = dict[str, dict[str, dict[str, Any]]]  # by workload and peer
+
+
+class Spread(NamedTuple):
+    """A median between its quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+
+def spread(values: list[float]) -> Spread:
+    """The quartiles of some numbers; a single one is all three.
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    Spread(low=2.0, median=3.0, high=4.0)
+    """
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def per_round(record: dict[str, Any], clock: str = "cpu_s") -> dict[int, float]:
+    """Milliseconds a round, by turn."""
+    return {sample["turn"]: 1e3 * sample[clock] / sample["rounds"] for sample in record["samples"]}
+
+
+def ratios(record: dict[str, Any], ours: dict[str, Any]) -> list[float]:
+    """A peer's time over ours, turn by turn: both sides of a ratio were measured within moments."""
+    theirs, own = per_round(record), per_round(ours)
+    return [theirs[turn] / own[turn] for turn in theirs if turn in own]
+
+
+def rows(records: Records) -> list[dict[str, Any]]:
+    """One row for each workload and peer, for CSV."""
+    found = []
+    for work, peers in records.items():
+        for peer, record in peers.items():
+            row: dict[str, Any] = {"work": work, "peer": peer, "status": record["status"]}
+            if record["samples"]:
+                cpu, wall = spread(list(per_round(record).values())), per_round(record, "wall_s").values()
+                row |= {"cpu_ms": cpu.median, "cpu_ms_q1": cpu.low, "cpu_ms_q3": cpu.high}
+                row |= {"wall_ms": statistics.median(wall), "turns": len(record["samples"])}
+                ours = ratios(record, peers["ours"]) if "ours" in peers else []
+                if ours:
+                    ratio = spread(ours)
+                    row |= {"ratio": ratio.median, "ratio_q1": ratio.low, "ratio_q3": ratio.high}
+            row |= {key: record[key] for key in ("start_s", "peak_mb") if key in record}
+            found.append({**row, "work_done": work_done(work, peer, peers), "note": record["note"]})
+    return found
+
+
+def work_done(work: str, peer: str, peers: dict[str, dict[str, Any]]) -> str:
+    """Whether a peer did the workload's work in its first round: gradients, batch size, and how far the model moved."""
+    checks = peers[peer].get("checks")
+    if checks is None:
+        return ""
+    wanted, did = WORKS[work].passes, {int(batch): count for batch, count in checks["passes"].items()}
+    told = [] if did == wanted else [f"gradients by batch size {did} instead of {wanted}"]
+    if not checks["moved"] > 0:
+        told.append(f"the model moved by {checks['moved']}")
+    ours = peers.get("ours", {}).get("checks", checks)["moved"]
+    if not 0.75 < checks["moved"] / ours < 1.33:  # half the rate, or a sum for a mean, is more
+        told.append(f"the model moved {checks['moved'] / ours:.2f} times as far as ours")
+    if checks.get("apart", 0.0) > 1e-4:
+        told.append(f"{checks['apart']:.1g} away from the path that was counted")
+    return "the same" if not told else "; ".join(told)
+
+
+FIELDS = [
+    "work",
+    "peer",
+    "status",
+    "cpu_ms",
+    "cpu_ms_q1",
+    "cpu_ms_q3",
+    "wall_ms",
+    "ratio",
+    "ratio_q1",
+    "ratio_q3",
+    "turns",
+    "start_s",
+    "peak_mb",
+    "work_done",
+    "note",
+]
+
+
+def as_csv(records: Records) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    for row in rows(records):
+        writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+    return text.getvalue()
+
+
+def as_markdown(records: Records, machine: dict[str, Any]) -> str:
+    """The table of times and ratios, and under it what there is to say about each peer."""
+    table = {(row["work"], row["peer"]): row for row in rows(records)}
+    peers = list(dict.fromkeys(row["peer"] for row in table.values()))
+    lines = [
+        "CPU milliseconds a round, median over turns; in brackets the time over ours, its median and quartiles.",
+        f"{machine['cpu']}, one core, one thread, torch {machine['torch']}; "
+        f"commit {machine['commit']}, {machine['date']}.",
+        "",
+        f"| who | {' | '.join(records)} |",
+        "|---" * (len(records) + 1) + "|",
+    ]
+    for peer in peers:
+        lines.append(f"| {PEERS[peer].title} | {' | '.join(_cell(table[work, peer]) for work in records)} |")
+    lines += ["", "| start to the end of the first round, s; peak memory, MB | " + " | ".join(records) + " |"]
+    lines.append("|---" * (len(records) + 1) + "|")
+    for peer in peers:
+        lines.append(f"| {PEERS[peer].title} | {' | '.join(_cost(table[work, peer]) for work in records)} |")
+    lines += ["", "What was done in a round, counted in the first one:", ""]
+    for row in table.values():
+        told = [f"{row['work_done']} work" if row["work_done"] == "the same" else row["work_done"], row["note"]]
+        lines.append(f"- {row['work']}, {row['peer']}: {'; '.join(filter(None, told))}.")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if row["status"] != "ok":
+        return {"lacks": "has no such method", "late": row["note"], "failed": "failed"}[str(row["status"])]
+    text = f"{row['cpu_ms']:.3g}" if row["cpu_ms"] < 1000 else f"{row['cpu_ms']:.0f}"
+    if "ratio" not in row or row["peer"] == "ours":
+        return text
+    return f"{text} ({row['ratio']:.2f}; {row['ratio_q1']:.2f} to {row['ratio_q3']:.2f})"
+
+
+def _cost(row: dict[str, Any]) -> str:
+    return f"{row['start_s']:.1f}; {row['peak_mb']:.0f}" if "peak_mb" in row else ""
+
+
+def machine(root: Path, torch: str, core: int | None) -> dict[str, Any]:
+    """Where and when this was measured."""
+    info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    named = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    changed = _git(root, "status", "--porcelain", "--", "src", "benchmarks")
+    return {
+        "cpu": named[0] if named else platform.machine(),
+        "cores": os.cpu_count(),
+        "pinned_to": "one core" if core is not None else None,
+        "load_at_start": os.getloadavg(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch,
+        "commit": _git(root, "rev-parse", "--short=12", "HEAD") + ("+" if changed else ""),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _git(root: Path, *order: str) -> str:
+    try:
+        return subprocess.run(["git", *order], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "" if order[0] == "status" else "unknown"
+
+
+def write(folder: Path, results: dict[str, Any]) -> None:
+    """peers.json, peers.csv and peers.md, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = results["works"]
+    for name, text in (
+        ("peers.json", json.dumps(results, indent=1) + "\n"),
+        ("peers.csv", as_csv(records)),
+        ("peers.md", as_markdown(records, results["machine"])),
+    ):
+        part = folder / f"{name}.part"
+        part.write_text(text)
+        part.replace(folder / name)

@@ -1,0 +1,53 @@
+"""Who is compared: what each needs, where its worker is, what it cannot do and what it does differently."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One side of the comparison.
+
+    ``module`` has the function ``run(work, pace)``. ``requires`` is what its own environment is made of; without any
+    it runs in the driver's. ``lacks`` says by workload why it cannot do it, and ``notes`` what it does differently.
+    """
+
+    title: str
+    module: str
+    requires: tuple[str, ...] = ()
+    lacks: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+EVERY = ("W0", "W1", "W2", "W3", "W4 first", "W4 exact")
+
+PEERS = {
+    "ours": Peer("comfedl, fit()", "ours"),
+    "loop": Peer("the loop a user would write", "loops:loop"),
+    "lean": Peer("the same loop, minding the time", "loops:lean"),
+    "flwr": Peer(
+        "Flower 1.41 on Ray",
+        "on_flwr",
+        ("flwr[simulation]==1.41.*",),
+        lacks=dict.fromkeys(("W4 first", "W4 exact"), "Flower has no MAML among its strategies"),
+        notes=dict.fromkeys(EVERY, "CPU of the driver, Ray's daemons and one actor; it also sleeps between polls"),
+    ),
+    "fluke": Peer(
+        "fluke 0.8.1",
+        "on_fluke",
+        ("fluke-fl==0.8.1",),
+        lacks={"W4 exact": "fluke's Per-FedAvg is first order or by differences of gradients, never exact"},
+        notes={
+            "W4 first": "its Per-FedAvg does not go back to the weights before the inner step: as many gradients, but "
+            "another method"
+        },
+    ),
+    "pfl": Peer(
+        "pfl 0.6.0",
+        "on_pfl",
+        ("pfl==0.6.0",),
+        lacks=dict.fromkeys(("W4 first", "W4 exact"), "pfl has no MAML (its Reptile is another method)"),
+        notes=dict.fromkeys(EVERY, "takes its batches in a fixed order, as slices: it draws and gathers nothing"),
+    ),
+}
