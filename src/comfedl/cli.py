@@ -118,6 +118,45 @@ def compare(
     typer.echo(f"Written to {out}")
 
 
+@app.command()
+def tune(
+    config: Annotated[Path, typer.Argument(help="A TOML file; its table [tune] may say what to search.")],
+    grid: Annotated[
+        str | None, typer.Option(metavar="paper|FILE", help="Search a grid: the paper's (section 5.3), or a TOML file.")
+    ] = None,
+    space: Annotated[Path | None, typer.Option(help="Search what a TOML file says: lists and ranges.")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="grid, tpe or random (default: grid with --grid, else tpe).")
+    ] = None,
+    pruner: Annotated[str, typer.Option(help="Stop bad trials early: none, median or hyperband.")] = "none",
+    trials: Annotated[
+        int | None, typer.Option(help="How many in total (default: the whole grid, or 50).", show_default=False)
+    ] = None,
+    metric: Annotated[str, typer.Option(help="What to choose by; never test.")] = "validation.accuracy.worst",
+    seeds: Annotated[int, typer.Option(help="How many seeds a trial is the mean of.")] = 1,
+    jobs: Annotated[int, typer.Option(help="How many trials at a time, each in a process of its own.")] = 1,
+    set: Changes = None,
+    out: Annotated[Path | None, typer.Option(help="The study's folder (default: runs/tune/NAME-OF-CONFIG).")] = None,
+) -> None:
+    """Search for good hyper-parameters; a search that was stopped goes on when the command is repeated."""
+    from comfedl.tables import show_trials
+    from comfedl.tuning.plan import make_plan
+    from comfedl.tuning.tune import tune as search
+
+    plan = make_plan(config, grid, space, sampler, pruner, trials, metric, seeds, set or ())
+    tuned = search(plan, out or Path("runs/tune") / config.stem, jobs)
+    _print(show_trials(tuned))
+    if tuned.best is not None:
+        typer.echo(f"The best config is {tuned.best}; run it with: comfedl run {tuned.best}")
+        typer.echo(tuned.caution)
+    typer.echo(f"Open the study with: {tuned.opening}")
+    if tuned.interrupted:
+        typer.echo("interrupted; repeat the command to go on", err=True)
+        sys.exit(130)
+    if tuned.best is None:
+        raise ConfigError(f"None of {len(tuned.trials)} trials came to its end, so there is no best config.")
+
+
 @app.command("list")
 def list_(what: Annotated[str, typer.Argument(help="algorithms, outers, datasets, partitions or models")]) -> None:
     """List what a config can name."""

@@ -98,6 +98,8 @@ class Config(BaseModel):
     data: DataTable
     model: _Table = _Table(name="logistic")
     algorithm: _Table
+    tune: dict[str, Any] | None = None
+    """What ``comfedl tune`` searches; a run does not use it."""
 
     def make_algorithm(self) -> Algorithm:
         """The method with its hyper-parameters."""
@@ -170,7 +172,7 @@ def read_config(path: Path, changes: Sequence[str] = ()) -> Config:
 
 def read_data(path: Path, changes: Sequence[str] = (), progress: bool = False) -> FederatedData:
     """The clients' data by a TOML file's [data] table alone."""
-    settings = _with_changes(read_settings(path), changes)
+    settings = with_changes(read_settings(path), changes)
     if "data" not in settings:
         raise ConfigError('data is missing; write [data] with name = "digits".')
     try:
@@ -199,7 +201,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 def parse_config(settings: Mapping[str, Any], changes: Sequence[str] = ()) -> Config:
     """Check settings and turn them into a ``Config``."""
     try:
-        config = Config.model_validate(_with_changes(settings, changes))
+        config = Config.model_validate(with_changes(settings, changes))
     except ValidationError as error:
         raise _readable(error) from None
     config.check()
@@ -252,7 +254,8 @@ def _readable(error: ValidationError, table: str = "") -> ConfigError:
     return ConfigError(f"{where} is {first['input']!r}, but {complaint(error)}.")
 
 
-def _with_changes(settings: Mapping[str, Any], changes: Sequence[str]) -> Mapping[str, Any]:
+def with_changes(settings: Mapping[str, Any], changes: Sequence[str]) -> Mapping[str, Any]:
+    """Settings with changes such as ``algorithm.lr=0.5``."""
     for change in changes:
         settings = _changed(settings, change)
     return settings
@@ -264,15 +267,21 @@ def _changed(settings: Mapping[str, Any], change: str) -> dict[str, Any]:
     keys = [key.strip() for key in path.split(".")]
     if not equals or not all(keys):
         raise ConfigError(f"--set {change!r} cannot be read; give it as a.b=value, such as algorithm.lr=0.5.")
+    return with_value(settings, ".".join(keys), _parsed(text.strip()), f"--set {change!r}")
+
+
+def with_value(settings: Mapping[str, Any], path: str, value: Any, told: str) -> dict[str, Any]:
+    """A copy of settings with the value at a path such as ``algorithm.lr``; ``told`` is what an error begins with."""
+    *above, last = path.split(".")
     changed = {**settings}
     table = changed
-    for key in keys[:-1]:
+    for key in above:
         below = table.get(key, {})
         if not isinstance(below, dict):
-            raise ConfigError(f"--set {change!r} goes into {key!r}, which is {below!r} and not a table.")
+            raise ConfigError(f"{told} goes into {key!r}, which is {below!r} and not a table.")
         table[key] = {**below}
         table = table[key]
-    table[keys[-1]] = _parsed(text.strip())
+    table[last] = value
     return changed
 
 

@@ -26,6 +26,7 @@ from comfedl import checkpoint
 from comfedl.callbacks import Callback
 from comfedl.checkpoint import Snapshot
 from comfedl.errors import ConfigError, DataError, RunFolderError
+from comfedl.lock import release_lock, take_lock
 from comfedl.metrics import Row
 from comfedl.problem import Model
 from comfedl.result import Result
@@ -78,7 +79,7 @@ def model_bytes(model: Model) -> bytes:
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
     """Say what could not be written, and what to do, where the system only says why."""
     try:
         yield
@@ -92,7 +93,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 def check_free(path: Path, force: bool, resume: bool = False) -> None:
     """Refuse a folder that already holds a run, or files that a run would replace, unless it may be."""
-    with _readable(path):
+    with readable(path):
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"{path} is a file, not a folder; give another --out.")
         there = [name for name in FILES if (path / name).exists()]
@@ -141,7 +142,7 @@ class RunFolder(Callback):
         """The last checkpoint and the records up to it; nothing where the run has not got that far."""
         if not self._resumed:
             return None, [], []
-        with _readable(self.path):
+        with readable(self.path):
             self._take_lock()
             written = (self.path / "config.toml").read_text(encoding="utf-8", errors="replace")
             if written != to_toml(self._settings):
@@ -163,7 +164,7 @@ class RunFolder(Callback):
     # Writing.
 
     def started(self) -> None:
-        with _readable(self.path):
+        with readable(self.path):
             self._begun = True
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
@@ -177,7 +178,7 @@ class RunFolder(Callback):
         self._saved_at = time.monotonic()
 
     def evaluated(self, row: Row, clients: list[Row]) -> None:
-        with _readable(self.path):
+        with readable(self.path):
             for name, rows in zip(RECORDS, ([row], clients), strict=True):
                 text = "".join(json.dumps(each) + "\n" for each in rows)
                 self._streams[name].write(text)
@@ -194,7 +195,7 @@ class RunFolder(Callback):
             raise KeyboardInterrupt(f"stopped by {signal.Signals(self._stop).name} after round {snapshot.round}")
 
     def _save(self, snapshot: Snapshot) -> None:
-        with _readable(self.path):
+        with readable(self.path):
             for stream in self._streams.values():
                 os.fsync(stream.fileno())
             records = {
@@ -205,7 +206,7 @@ class RunFolder(Callback):
         self._saved_at, self._saved_round = time.monotonic(), snapshot.round
 
     def finished(self, result: Result) -> None:
-        with _readable(self.path):
+        with readable(self.path):
             self._close()
             whole = Model(params=result.params, buffers=result.buffers)
             write_atomic(self.path / "model.safetensors", model_bytes(whole))
@@ -274,28 +275,15 @@ class RunFolder(Callback):
                 stack.callback(stream.close)
 
     def _take_lock(self) -> None:
-        """Keep other runs out of the folder; the system lets go of the lock when the process ends, however it ends."""
-        if self._lock is not None or fcntl is None:
-            return
-        lock = (self.path / ".lock").open("a+")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise RunFolderError(
-                f"{self.path} is being written by another run; wait for it, or give another --out."
-            ) from None
-        self._lock = lock
+        if self._lock is None:
+            self._lock = take_lock(self.path)
 
     def _release(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
-        if self._lock is not None:
-            with contextlib.suppress(OSError):
-                (self.path / ".lock").unlink()
-            self._lock.close()
-            self._lock = None
+        release_lock(self.path, self._lock)
+        self._lock = None
 
     def _catch_signals(self) -> None:
         """On SIGINT and SIGTERM finish the round and write a checkpoint; on the second one stop at once."""
@@ -341,9 +329,3 @@ def _difference(written: str, settings: Mapping[str, Any]) -> str:
     pairs = [(a, b) for a, b in zip(there, here, strict=False) if a != b]
     first = pairs[0] if pairs else (f"{len(there)} lines", f"{len(here)} lines")
     return f"{first[0]} there, {first[1]} here"
-
-
-try:
-    import fcntl
-except ImportError:  # Windows has no flock: there the folder is not locked
-    fcntl = None  # type: ignore[assignment]

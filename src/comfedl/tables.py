@@ -19,6 +19,7 @@ from comfedl.data.sources import SOURCES, is_cached
 from comfedl.models import MODELS
 from comfedl.outer import OUTERS
 from comfedl.result import Result
+from comfedl.tuning.tune import Tuned
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -150,3 +151,26 @@ def _noise(columns: Mapping[str, Mapping[str, Cell]], seeds: int) -> str:
     return (
         f"{note} ~ within noise of the best, below two standard errors of the paired difference ({'; '.join(named)})."
     )
+
+
+def show_trials(tuned: Tuned, most: int = 30) -> Table:
+    """The trials of a search, best first."""
+    paths = sorted(tuned.plan.space)
+    title = f"{len(tuned.trials)} trials, {'smallest' if tuned.plan.minimise else 'largest'} {tuned.plan.metric} first"
+    table = _table(title, "trial", tuned.plan.metric, *(escape(path) for path in paths), "ended", "seconds", "why")
+    for trial in tuned.trials[:most]:
+        table.add_row(
+            str(trial.number),
+            "-" if trial.value is None else _number(trial.value),
+            *(escape(_short(trial.params.get(path, "-"))) for path in paths),
+            trial.state,
+            "-" if trial.seconds is None else f"{trial.seconds:.1f}",
+            escape(trial.reason),
+        )
+    if len(tuned.trials) > most:
+        table.caption = f"and {len(tuned.trials) - most} more in the study"
+    return table
+
+
+def _short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
