@@ -157,6 +157,26 @@ def tune(
         raise ConfigError(f"None of {len(tuned.trials)} trials came to its end, so there is no best config.")
 
 
+@app.command()
+def reproduce(
+    figures: Annotated[list[str], typer.Argument(metavar="FIGURE...", help="fig2 to fig6, or all.")],
+    preset: Annotated[str, typer.Option(help="quick (minutes) or paper (what results/ holds).")] = "quick",
+    seeds: Annotated[int | None, typer.Option(help="How many seeds judge (default: the preset's).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write (default: runs/reproduce-PRESET).")] = None,
+    jobs: Annotated[int | None, typer.Option(help="How many processes (default: one a core).")] = None,
+) -> None:
+    """Run the paper's experiments: tables and a picture for each figure. What is finished is not run again."""
+    from comfedl.reproduce import reproduce as carry_out
+
+    try:
+        folders = carry_out(figures, preset, seeds, out, jobs)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the same command goes on where it was", err=True)
+        sys.exit(130)
+    for folder in folders:
+        typer.echo(f"Written to {folder}")
+
+
 @app.command("list")
 def list_(what: Annotated[str, typer.Argument(help="algorithms, outers, datasets, partitions or models")]) -> None:
     """List what a config can name."""

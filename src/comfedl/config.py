@@ -46,6 +46,7 @@ class DataTable(_Table):
     partition: str | None = None
     validation: float = 0.2
     test: float = 0.2
+    held_out: int | None = None
     seed: int | None = None
 
     def make_partition(self) -> Partition:
@@ -62,7 +63,7 @@ class DataTable(_Table):
     def make_data(self, seed: int, progress: bool = False) -> FederatedData:
         """The clients' data; ``seed`` is the run's, for where the table has none of its own."""
         seed = seed if self.seed is None else self.seed
-        return load(self.name, self.make_partition(), seed, self.validation, self.test, progress)
+        return load(self.name, self.make_partition(), seed, self.validation, self.test, progress, self.held_out)
 
     def resolved(self) -> dict[str, Any]:
         """All values, defaults included."""

@@ -103,8 +103,8 @@ class Algorithm(ABC):
         lr: the step size of local training.
         local_steps: local steps a round, the paper's synchronisation gap tau.
         batch_size: samples a local step; None takes all of the client's data.
-        loss_samples: how many of a client's samples at most its loss or objective is measured on, where the method
-            or the records need it; None takes all.
+        loss_samples: how many of a client's train samples at most its loss or objective is measured on, where the
+            method or the records need it; None takes all.
         clip_update_norm: how far at most one client's model may be from the one it received; None is no bound.
         aggregate: how the server averages: "mean", or "median", "trimmed-mean" and "geometric-median", which a few bad
             clients cannot move far. They keep to the method's weights.
@@ -226,7 +226,7 @@ class Algorithm(ABC):
         """The client steps by name."""
         personal = Draw("train", self.batch_size, self.adaptation[1], purpose="personal")
         value = {f"value {split}": Draw(split, self.loss_samples, bounded=True) for split in ("train", "outer")}
-        splits = {split: Draw(split) for split in SPLITS}
+        splits = {"train": value["value train"], **{split: Draw(split) for split in SPLITS[1:]}}
         outer = {f"outer of {split}": Draw("outer", instead=split) for split in SPLITS[1:]}
         return {
             "train": Step(self.train, self.draws(), sends=self.reply()),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from comfedl import rng
+from comfedl import checks, rng
 from comfedl.data import partition as partitions
 from comfedl.data.federated import FederatedData, Split
 from comfedl.data.sources import RawData, read
@@ -24,6 +24,7 @@ def load(
     validation: float = 0.2,
     test: float = 0.2,
     progress: bool = False,
+    held_out: int | None = None,
 ) -> FederatedData:
     """A data set by name, split among clients, with validation and test samples from each client's own distribution.
 
@@ -34,6 +35,7 @@ def load(
         validation: the share of the samples held out for validation, before the clients get theirs.
         test: the same for test, where the data set has no test part of its own.
         progress: show the download.
+        held_out: how many validation and how many test samples each client gets; None is as many as there are.
 
     Held-out samples are drawn without reuse, in each client's own label proportions, the same number for every
     client. Under ``Natural`` each client's recordings are cut in time instead: the last fifth is for test, the one
@@ -46,18 +48,22 @@ def load(
     for what, share in (("validation", validation), ("test", test)):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
             raise ConfigError(f"{what} is {share!r}, but it must be a share of the samples, from 0 to below 1.")
+    if held_out is not None:
+        checks.at_least("held_out", held_out, 1)
     raw = read(name, progress)
     chosen = partition or (partitions.IID(clients=10) if raw.groups is None else partitions.Natural())
     if isinstance(chosen, partitions.Natural) and raw.blocks is not None:
+        if held_out is not None:
+            raise ConfigError("held_out is given, but these recordings are cut in time; leave it out.")
         parts = _by_time(raw, chosen, seed)
         parts = {split: rows for split, rows in parts.items() if {"validation": validation, "test": test}.get(split, 1)}
     else:
-        parts = _by_label(raw, chosen, seed, validation, test)
+        parts = _by_label(raw, chosen, seed, validation, test, held_out)
     return _gather(raw, parts)
 
 
 def _by_label(
-    raw: RawData, partition: partitions.Partition, seed: int, validation: float, test: float
+    raw: RawData, partition: partitions.Partition, seed: int, validation: float, test: float, held_out: int | None
 ) -> dict[str, dict[str, Rows]]:
     """Rows by split and client; those of the data set's own test part come after all others."""
     shares = {"validation": validation} if raw.test_y is not None else {"validation": validation, "test": test}
@@ -76,7 +82,7 @@ def _by_label(
     own = partition.distribution(labels[left], owned, raw.classes)
     parts = {"train": {client: left[rows] for client, rows in owned.items()}}
     for split, pool in pools.items():
-        drawn = partitions.like(labels[pool], own, rng.generator(seed, f"data/{split}"), None, list(owned))
+        drawn = partitions.like(labels[pool], own, rng.generator(seed, f"data/{split}"), held_out, list(owned))
         parts[split] = {client: pool[rows] for client, rows in drawn.items()}
     return parts
 

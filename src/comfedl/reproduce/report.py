@@ -1,0 +1,132 @@
+"""What a figure leaves behind: curves.csv, summary.csv, tuning.csv, about.json and the picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from comfedl import __version__
+from comfedl.folder import write_atomic
+from comfedl.reproduce.pictures import pictures
+from comfedl.reproduce.protocol import Curve, Outcome, standard_error
+
+SPLITS = ("train", "validation", "test")
+
+
+def write(outcome: Outcome, folder: Path) -> Path:
+    """Write all of a figure's files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = {"curves": curves(outcome), "summary": summary(outcome), "tuning": tuning(outcome)}
+    for name, rows in tables.items():
+        if rows:
+            write_atomic(folder / f"{name}.csv", _csv(rows).encode())
+    for name, png in pictures(outcome).items():
+        write_atomic(folder / name, png)
+    write_atomic(folder / "about.json", (json.dumps(about(outcome), indent=2) + "\n").encode())
+    return folder
+
+
+def metrics(outcome: Outcome) -> list[str]:
+    """The columns that the figure shows: loss and accuracy, mean and worst, of the global or the personal models."""
+    prefix = "personal_" if outcome.figure.metric.startswith("personal_") else ""
+    return [f"{s}.{prefix}{m}.{k}" for s in SPLITS for m in ("accuracy", "loss") for k in ("mean", "worst")]
+
+
+def curves(outcome: Outcome) -> list[dict[str, Any]]:
+    """One row a run and evaluated round."""
+    return [
+        {**_names(curve), "seed": seed, "round": row["round"], "iterations": row["round"] * _gap(record)}
+        | {name: _short(row[name]) for name in metrics(outcome)}
+        for curve in outcome.curves
+        for seed, record in enumerate(curve.records)
+        for row in record["rounds"]
+    ]
+
+
+def summary(outcome: Outcome) -> list[dict[str, Any]]:
+    """One row an arm: what it ran with, how often it diverged, and the last round's numbers with standard errors."""
+    return [_summed(curve, metrics(outcome)) for curve in outcome.curves]
+
+
+def _summed(curve: Curve, names: Sequence[str]) -> dict[str, Any]:
+    whole = [record for record in curve.records if record["diverged"] is None]
+    row: dict[str, Any] = {
+        **_names(curve),
+        "seeds": len(curve.records),
+        "diverged": len(curve.records) - len(whole),
+        "algorithm": json.dumps(curve.records[0]["settings"]["algorithm"]),
+    }
+    for name in names:
+        values = [record["rounds"][-1][name] for record in whole]
+        row[name] = _short(fmean(values)) if values else None
+        row[f"{name} ±"] = _short(standard_error(values)) if len(values) > 1 else None
+    row["message"] = next((record["diverged"]["message"] for record in curve.records if record["diverged"]), None)
+    return row
+
+
+def tuning(outcome: Outcome) -> list[dict[str, Any]]:
+    """One row a candidate, with its score and whether it won."""
+    return [
+        {
+            "arm": trial.arm.name,
+            "candidate": json.dumps(trial.candidate["algorithm"]),
+            "metric": outcome.figure.choose_by,
+            "seeds": " ".join(str(run.settings["seed"]) for run in trial.runs),
+            "score": _short(trial.score) if math.isfinite(trial.score) else "diverged",
+            "chosen": "yes" if outcome.winners[trial.arm.name] is trial.candidate else "",
+        }
+        for trial in outcome.trials
+    ]
+
+
+def about(outcome: Outcome) -> dict[str, Any]:
+    """Where the numbers come from."""
+    records = [record for curve in outcome.curves for record in curve.records]
+    figure = outcome.figure
+    return {
+        "figure": figure.name,
+        "title": figure.title,
+        "preset": figure.preset,
+        "data": figure.data,
+        "seeds": list(range(figure.seeds)),
+        "tuning_seeds": sorted({run.settings["seed"] for trial in outcome.trials for run in trial.runs}),
+        "commits": sorted({str(record["commit"]) for record in records}),
+        "runs": len(records),
+        "core_seconds": round(sum(record["core_seconds"] for record in records)),
+        "version": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _names(curve: Curve) -> dict[str, str]:
+    arm = curve.arm
+    return {"group": arm.group, "method": arm.label, "point": arm.point or ""}
+
+
+def _gap(record: Mapping[str, Any]) -> int:
+    return int(record["settings"]["algorithm"]["local_steps"])
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.5g}")
+
+
+def _csv(rows: Iterable[Mapping[str, Any]]) -> str:
+    rows = list(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
