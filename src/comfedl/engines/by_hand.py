@@ -22,6 +22,13 @@ SLOPES: dict[type[nn.Module], Callable[[Tensor, Tensor], Tensor]] = {
     nn.Sigmoid: torch.ops.aten.sigmoid_backward,
     nn.Identity: lambda d, out: d,
 }
+# The slope of an activation's slope as a function of its output; None where that is 0.
+BENDS: dict[type[nn.Module], Callable[[Tensor], Tensor] | None] = {
+    nn.ReLU: None,
+    nn.Tanh: lambda out: -2 * out,
+    nn.Sigmoid: lambda out: 1 - 2 * out,
+    nn.Identity: None,
+}
 
 
 class Named(NamedTuple):
