@@ -95,6 +95,17 @@ class Learner:
         """The mean loss on a batch, its pullback to the parameters (to be called once), and the buffers afterwards."""
         return pull(lambda params: self.loss(params, buffers, batch), params)
 
+    def pull_curved(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
+        """The gradient of the mean loss on a batch, its Hessian-vector product (to be called once), and the buffers."""
+
+        def slope(params: Params) -> tuple[Params, Params]:
+            with twice.curved():
+                loss, seen = self.loss(params, buffers, batch)
+                return _pulled(loss, params, torch.ones_like(loss), create_graph=True), seen
+
+        # The Hessian is symmetric: its product is its pullback.
+        return pull(slope, params)
+
     def step_loss(self, model: Model, batch: Batch, lr: float, slope: Slope) -> Stepped:
         """One gradient step on the mean loss of a batch."""
         return stepped(model, gradient(LocalLoss(self), model, batch, batch, slope), lr)
@@ -312,21 +323,16 @@ class Adapted:
     def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Params, Pullback, Params]:
         buffers, rate, order = model["buffers"], self.adapt.lr, self.adapt.order
 
-        def slope(params: Params, on: Batch, curved: bool = False) -> tuple[Params, Params]:
-            """The gradient of the loss; ``curved`` keeps the graph for a second derivative."""
-            if not curved:
-                found = gradient(LocalLoss(self.learner), Model(params=params, buffers=buffers), on, on)
-                return found.direction, found.buffers
-            with twice.curved():
-                loss, seen = self.learner.loss(params, buffers, on)
-                return _pulled(loss, params, torch.ones_like(loss), create_graph=True), seen
+        def slope(params: Params, on: Batch) -> tuple[Params, Params]:
+            found = gradient(LocalLoss(self.learner), Model(params=params, buffers=buffers), on, on)
+            return found.direction, found.buffers
 
         path, after = [model["params"]], buffers
         products: list[Pullback] = []  # the Hessian-vector product at each point of the path
         for step in range(self.adapt.steps):
             at, on = path[-1], batch if hessian_batch is None else hessian_batch
             if order == "exact":
-                direction, product, seen = pull(partial(slope, on=on, curved=True), at)
+                direction, product, seen = self.learner.pull_curved(at, buffers, on)
                 products.append(product)
             elif order == "hessian-free":
                 products.append(partial(self._difference, partial(slope, on=on), at))
@@ -336,8 +342,8 @@ class Adapted:
             path.append(tree.step(at, rate, direction))
 
         def pullback(v: Params) -> Params:
-            for product in reversed(products):
-                v = tree.step(v, rate, product(v))
+            while products:  # what a product has kept is free as soon as it is done
+                v = tree.step(v, rate, products.pop()(v))
             return v
 
         return path[-1], pullback, after

@@ -111,48 +111,29 @@ class _Slope(torch.autograd.Function):
         dx, dw, db = _kernel(g, x, weight, mean, inverse, eps)
         ctx.save_for_backward(g, x, weight, mean, inverse, dw, db)
         ctx.eps = eps
-        ctx.set_materialize_grads(False)
         return dx, dw, db
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, v: Tensor | None, vw: Tensor | None, vb: Tensor | None) -> tuple[Tensor | None, ...]:
-        g, x, weight, mean, inverse, gx_sum, g_sum = ctx.saved_tensors
-        count = x.numel() // len(mean)
+    def backward(ctx: Any, v: Tensor, vw: Tensor, vb: Tensor) -> tuple[Tensor | None, ...]:
+        g, x, weight, mean, inverse, gz_sum, g_sum = ctx.saved_tensors
+        v, count = _like(v, x), x.numel() // len(mean)
         shape = (1, -1, *(1,) * (x.ndim - 2))
-        scale = torch.ones_like(mean) if weight is None else weight
         # With s the inverse deviation, z the normalised x and <a> the mean of a:
-        #   dx = scale s (g - <g> - z <gz>),   dw = sum of gz,   db = sum of g.
-        mean_g, mean_gz = g_sum / count, gx_sum / count
-        if v is None:
-            along, dweight = torch.zeros_like(x), None
-            by_x = by_v = by_g = torch.zeros_like(mean)
-        else:
-            v = _like(v, x)
-            along, vz_sum, v_sum = _kernel(v, x, weight, mean, inverse, ctx.eps)
-            mean_v, mean_vz = v_sum / count, vz_sum / count
-            mean_vg = (v * g).sum(dim=[d for d in range(x.ndim) if d != 1]) / count
-            a = mean_vg - mean_v * mean_g - mean_vz * mean_gz
-            dweight = inverse * count * a
-            square = scale * inverse**2
-            by_v, by_g = -square * mean_gz, -square * mean_vz
-            by_x = square * (2 * mean_gz * mean_vz - a)
-        if vw is not None:  # from dw
-            by_g = by_g + vw * inverse
-            by_x = by_x - vw * inverse * mean_gz
-            along = torch.addcmul(along, x, (vw * inverse).view(shape))
-            along.sub_((vw * inverse * mean).view(shape))
-        if vb is not None:
-            along = along + vb.view(shape)
+        #   dx = weight s (g - <g> - z <gz>),   dw = sum of gz,   db = sum of g.
+        along, vz_sum, v_sum = _kernel(v, x, weight, mean, inverse, ctx.eps)
+        mean_g, mean_gz, mean_v, mean_vz = (total / count for total in (g_sum, gz_sum, v_sum, vz_sum))
+        mean_vg = (v * g).sum(dim=[d for d in range(x.ndim) if d != 1]) / count
+        a = mean_vg - mean_v * mean_g - mean_vz * mean_gz
+        square = inverse**2 if weight is None else weight * inverse**2
+        by_v, by_g = -square * mean_gz, vw * inverse - square * mean_vz
+        by_x = square * (2 * mean_gz * mean_vz - a) - vw * inverse * mean_gz
+        along.addcmul_(x, (vw * inverse).view(shape)).add_((vb - vw * inverse * mean).view(shape))
         # by_v (v - <v>) + by_g (g - <g>) + by_x z, in as few passes as there are tensors
-        at = -by_g * mean_g - by_x * inverse * mean
-        if v is not None:
-            at = at - by_v * mean_v
+        at = -by_v * mean_v - by_g * mean_g - by_x * inverse * mean
         curve = torch.addcmul(at.view(shape), x, (by_x * inverse).view(shape))
-        curve.addcmul_(g, by_g.view(shape))
-        if v is not None:
-            curve.addcmul_(v, by_v.view(shape))
-        return along, curve, dweight if weight is not None else None, None, None, None
+        curve.addcmul_(g, by_g.view(shape)).addcmul_(v, by_v.view(shape))
+        return along, curve, None if weight is None else inverse * count * a, None, None, None
 
 
 def _kernel(

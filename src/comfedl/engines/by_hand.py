@@ -1,11 +1,11 @@
-"""The gradient of a dense model's cross-entropy, written out: half the operations of autograd's.
+"""The gradient of a dense model's cross-entropy and its Hessian's product, written out: half autograd's operations.
 
 Samples are last, [clients, features, samples], so that every product is of rows and the softmax runs along them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +21,13 @@ SLOPES: dict[type[nn.Module], Callable[[Tensor, Tensor], Tensor]] = {
     nn.Tanh: torch.ops.aten.tanh_backward,
     nn.Sigmoid: torch.ops.aten.sigmoid_backward,
     nn.Identity: lambda d, out: d,
+}
+# The slope of an activation's slope as a function of its output; None where that is 0.
+BENDS: dict[type[nn.Module], Callable[[Tensor], Tensor] | None] = {
+    nn.ReLU: None,
+    nn.Tanh: lambda out: -2 * out,
+    nn.Sigmoid: lambda out: 1 - 2 * out,
+    nn.Identity: None,
 }
 
 
@@ -67,14 +74,64 @@ def step_cross_entropy(
 
 
 @torch.no_grad()
+def curve_cross_entropy(
+    layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None
+) -> tuple[Params, Pullback]:
+    """The gradient of each client's mean cross-entropy, and its Hessian-vector product."""
+    value, seen = _forward(layers, params, x, y, inside)
+    back = list(_backward(layers, params, seen, torch.ones_like(value)))
+    return _found(params, back), partial(_product, params, seen, back)
+
+
+@torch.no_grad()
 def _pulled_back(layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor) -> Params:
     """The gradient of the mean losses, each times its cotangent."""
+    return _found(params, _backward(layers, params, seen, cotangent))
+
+
+def _found(params: Params, back: Iterable[Back]) -> Params:
+    """What comes back to the parameters."""
     found: Params = {}
-    for layer, d, at in _backward(layers, params, seen, cotangent):
+    for layer, d, at in back:
         if layer.weight in params:
             found[layer.weight] = torch.bmm(d, at.transpose(1, 2))
         if layer.bias in params:
             found[layer.bias] = d.sum(dim=2)
+    return {name: found[name] for name in params}
+
+
+@torch.no_grad()
+def _product(params: Params, seen: Seen, back: Sequence[Back], v: Params) -> Params:
+    """How the gradient changes along v: first what each layer sees, then what comes back to it."""
+    change: Tensor | None = None
+    changes: list[Tensor | None] = []  # of each layer's input or, where it is not linear, of its output
+    for (layer, weight, bias), _, at in reversed(back):
+        if isinstance(layer, nn.Linear):
+            changes.append(change)
+            out = torch.bmm(_along(layer, weight, v, len(at)), at)
+            if change is not None:
+                out.baddbmm_(_weight(layer, weight, params, len(at)), change)
+            change = out.add_(v[bias].unsqueeze(-1)) if bias in v else out
+        else:
+            assert change is not None
+            change = SLOPES[type(layer)](change, at)
+            changes.append(change)
+    assert change is not None
+    chances = seen.chances.exp()
+    d = chances * change
+    d.sub_(chances * d.sum(dim=1, keepdim=True)).mul_(_share(seen, d.new_ones(len(d))))
+    found: Params = {}
+    for ((layer, weight, bias), before, at), change in zip(back, reversed(changes), strict=True):
+        if not isinstance(layer, nn.Linear):
+            slope, bend = SLOPES[type(layer)], BENDS[type(layer)]
+            assert change is not None
+            d = slope(d, at) if bend is None else slope(d, at) + bend(at) * change * before
+            continue
+        found[weight], found[bias] = torch.bmm(d, at.transpose(1, 2)), d.sum(dim=2)
+        if change is not None:
+            found[weight].baddbmm_(before, change.transpose(1, 2))
+            d = torch.bmm(_weight(layer, weight, params, len(d)).transpose(1, 2), d)
+            d.baddbmm_(_along(layer, weight, v, len(d)).transpose(1, 2), before)
     return {name: found[name] for name in params}
 
 
@@ -86,6 +143,14 @@ class Seen(NamedTuple):
     labels: Tensor
     inside: Tensor | None
     at: list[Tensor]
+
+
+class Back(NamedTuple):
+    """A layer, the cotangent of its output, and what ``Seen.at`` has for it."""
+
+    named: Named
+    cotangent: Tensor
+    at: Tensor
 
 
 @torch.no_grad()
@@ -108,28 +173,32 @@ def _forward(
     return value, Seen(chances, labels, inside, kept)
 
 
-def _backward(
-    layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor
-) -> Iterator[tuple[Named, Tensor, Tensor]]:
-    """Each linear layer from the last to the first, with the cotangent of its output and its input."""
-    chances, labels, inside, kept = seen
-    if inside is None:
-        share = (cotangent / labels.shape[2])[:, None, None]
-    else:
-        share = torch.where(inside, (cotangent / inside.sum(dim=1)).unsqueeze(1), 0).unsqueeze(1)
-    d = chances.exp()
-    d.scatter_add_(1, labels, d.new_full((), -1).expand(labels.shape)).mul_(share)
+def _backward(layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor) -> Iterator[Back]:
+    """What comes back to each layer, from the last one to the first that is linear."""
+    d = seen.chances.exp()
+    d.scatter_add_(1, seen.labels, d.new_full((), -1).expand(seen.labels.shape)).mul_(_share(seen, cotangent))
     lowest = next(k for k, (layer, *_) in enumerate(layers) if isinstance(layer, nn.Linear))
     for place in range(len(layers) - 1, lowest - 1, -1):
-        named, at = layers[place], kept[place]
-        if isinstance(named.layer, nn.Linear):
-            yield named, d, at
-            if place > lowest:
-                d = torch.bmm(_weight(named.layer, named.weight, params, len(d)).transpose(1, 2), d)
-        else:
+        named, at = layers[place], seen.at[place]
+        yield Back(named, d, at)
+        if not isinstance(named.layer, nn.Linear):
             d = SLOPES[type(named.layer)](d, at)
+        elif place > lowest:
+            d = torch.bmm(_weight(named.layer, named.weight, params, len(d)).transpose(1, 2), d)
+
+
+def _share(seen: Seen, cotangent: Tensor) -> Tensor:
+    """What each sample counts in its client's mean, times the client's cotangent."""
+    if seen.inside is None:
+        return (cotangent / seen.labels.shape[2])[:, None, None]
+    return torch.where(seen.inside, (cotangent / seen.inside.sum(dim=1)).unsqueeze(1), 0).unsqueeze(1)
 
 
 def _weight(layer: nn.Linear, name: str, params: Params, clients: int) -> Tensor:
     """A linear layer's weight for all clients; one that is frozen is the module's own."""
     return params[name] if name in params else layer.weight.expand(clients, -1, -1)
+
+
+def _along(layer: nn.Linear, name: str, v: Params, clients: int) -> Tensor:
+    """A linear layer's direction for all clients; one that is frozen does not move."""
+    return v[name] if name in v else layer.weight.new_zeros(()).expand(clients, *layer.weight.shape)

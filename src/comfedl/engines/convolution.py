@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from comfedl import tree, twice
-from comfedl.problem import Learner, Params
+from comfedl.engines.by_layers import Chain
+from comfedl.problem import Batch, Learner, Params, Pullback, paired
 from comfedl.tree import Tree
 
 
@@ -23,10 +25,22 @@ class ChannelsLast(Learner):
         assert learner.module is not None
         super().__init__(learner.module, learner.loss_function, learner.metrics)
         assert self.module is not None
-        twice.made_curved(pooled_first(self.module))
+        pooled_first(self.module)
+        self._chain = Chain.of(self.module) if self.loss_function is functional.cross_entropy else None
+        twice.made_curved(self.module)
 
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
         return super().output(params, buffers, laid_out(x), train)
+
+    def pull_loss(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
+        if self._chain is None or not self._chain.takes(params, batch):
+            return super().pull_loss(params, buffers, batch)
+        return self._chain.pull(params, buffers, laid_out(paired(batch)))
+
+    def pull_curved(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
+        if self._chain is None or not self._chain.takes(params, batch):
+            return super().pull_curved(params, buffers, batch)
+        return self._chain.curve(params, buffers, laid_out(paired(batch)))
 
 
 def convolves(module: nn.Module) -> bool:

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from comfedl.engines.by_hand import SLOPES, Named, named, pull_cross_entropy, step_cross_entropy
+from comfedl.engines.by_hand import (
+    SLOPES,
+    Named,
+    curve_cross_entropy,
+    named,
+    pull_cross_entropy,
+    step_cross_entropy,
+)
 from comfedl.engines.stacked import Stacked, unpacked
 from comfedl.losses import PER_SAMPLE
 from comfedl.problem import Batch, Learner, Model, Params, Pullback, Slope, Stepped
@@ -88,6 +95,12 @@ class Dense(Stacked):
         if layers is None:
             return super().pull_loss(params, buffers, batch)
         return *pull_cross_entropy(layers, params, *data), buffers
+
+    def pull_curved(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
+        layers, data = self._flat(batch)
+        if layers is None:
+            return super().pull_curved(params, buffers, batch)
+        return *curve_cross_entropy(layers, params, *data), buffers
 
     def step_loss(self, model: Model, batch: Batch, lr: float, slope: Slope) -> Stepped:
         layers, data = self._flat(batch)

@@ -1,0 +1,206 @@
+"""The gradient of a chain of layers under the cross-entropy, and its Hessian-vector product, written out.
+
+Autograd's double backward goes through a graph of a graph and computes much that is not asked for. Here the pass back
+keeps what it saw, and the product is one more pass there and one back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from comfedl.engines.dense import chain
+from comfedl.engines.layers import (
+    ACTIVATIONS,
+    Activation,
+    Convolution,
+    CrossEntropy,
+    Fixed,
+    Layer,
+    Linear,
+    MaxPool,
+    Norm,
+    Pool,
+    Weighted,
+)
+from comfedl.problem import Batch, Params, Pullback
+
+# Makes a layer for one pass, from the parameters and the buffers, which it moves.
+Make = Callable[[Params, Params], Layer]
+
+aten = torch.ops.aten
+
+
+class Chain:
+    """A chain of known layers."""
+
+    def __init__(self, makes: Sequence[Make]) -> None:
+        self._makes = makes
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Chain | None:
+        """The module as a chain of images' layers, then of flat ones; None where it is not one."""
+        if not _as_it_stands(module):
+            return None
+        layers = [(name, layer) for name, layer in chain(module) if type(layer) is not nn.Identity]
+        makes: list[Make] = []
+        flat = False
+        while layers:
+            made = _made(layers, flat)
+            if made is None:
+                return None
+            make, taken = made
+            flat = flat or type(layers[0][1]) is nn.Flatten
+            makes.append(make)
+            layers = layers[taken:]
+        return cls(makes) if flat else None
+
+    def takes(self, params: Params, batch: Batch) -> bool:
+        """Whether the derivative on a batch is written out: of images on the CPU, with labels."""
+        x, y = batch
+        images = x.ndim == 4 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+        return images and y.ndim == 1 and y.dtype == torch.int64 and len(params) > 0
+
+    @torch.no_grad()
+    def pull(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
+        """The mean cross-entropy, its pullback (to be called once), and the buffers afterwards."""
+        value, layers, loss, after = self._forward(params, buffers, batch)
+        return value, partial(_pulled_back, params, layers, loss), after
+
+    @torch.no_grad()
+    def curve(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
+        """The gradient, the Hessian's product (to be called once) and the buffers afterwards."""
+        value, layers, loss, after = self._forward(params, buffers, batch)
+        d: Tensor | None = loss.backward(torch.ones_like(value))
+        found: Params = {}
+        for layer in reversed(layers):
+            assert d is not None
+            d = layer.backward(d, found)
+        return {name: found[name] for name in params}, partial(_product, params, layers, loss), after
+
+    def _forward(
+        self, params: Params, buffers: Params, batch: Batch
+    ) -> tuple[Tensor, list[Layer], CrossEntropy, Params]:
+        """The loss, the layers from the lowest that is trained on, the loss's own, and the buffers afterwards."""
+        after = {name: buffer.clone() for name, buffer in buffers.items()}
+        x, labels = batch
+        layers: list[Layer] = []
+        for make in self._makes:
+            layer = make(params, after)
+            x = layer.forward(x)
+            if not layers:
+                layer.lowest = isinstance(layer, Weighted) and any(layer.trained)
+            if layers or layer.lowest:
+                layers.append(layer)
+        loss = CrossEntropy(labels)
+        return loss.forward(x), layers, loss, after
+
+
+@torch.no_grad()
+def _pulled_back(params: Params, layers: list[Layer], loss: CrossEntropy, cotangent: Tensor) -> Params:
+    d: Tensor | None = loss.backward(cotangent)
+    found: Params = {}
+    while layers:  # what a layer has kept is free as soon as it is done
+        assert d is not None
+        d = layers.pop().backward(d, found)
+    return {name: found[name] for name in params}
+
+
+@torch.no_grad()
+def _product(params: Params, layers: list[Layer], loss: CrossEntropy, v: Params) -> Params:
+    dx: Tensor | None = None
+    for layer in layers:
+        dx = layer.forward_along(dx, v)
+    assert dx is not None
+    dd: Tensor | None = loss.along(dx)
+    found: Params = {}
+    while layers:
+        assert dd is not None
+        dd = layers.pop().backward_along(dd, found)
+    return {name: found[name] for name in params}
+
+
+def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool) -> tuple[Make, int] | None:
+    """What makes the first of these layers, and how many of them that is; None where it is not known."""
+    (name, layer), kind = layers[0], type(layers[0][1])
+    following = layers[1][1] if len(layers) > 1 else None
+    if kind in ACTIVATIONS:
+        return lambda params, buffers: Activation(kind), 1
+    if kind in ((nn.Linear, nn.BatchNorm1d) if flat else ()):
+        if isinstance(layer, nn.Linear):
+            return lambda params, buffers: Linear(name, layer, params), 1
+        return lambda params, buffers: Norm(name, layer, params, buffers, None), 1
+    if flat:
+        return None
+    if type(layer) is nn.Conv2d:
+        padding = _padding(layer)
+        centred = type(following) is nn.BatchNorm2d
+        return (
+            None if padding is None else (lambda params, buffers: Convolution(name, layer, params, padding, centred), 1)
+        )
+    if kind is nn.BatchNorm2d:
+        pool = _pool(following)
+        return lambda params, buffers: Norm(name, layer, params, buffers, pool), 1 if pool is None else 2
+    if kind is nn.MaxPool2d:
+        pool = _pool(layer)
+        return None if pool is None else (lambda params, buffers: MaxPool(pool), 1)
+    fixed = _fixed(layer)
+    return None if fixed is None else (lambda params, buffers: Fixed(*fixed), 1)
+
+
+def _padding(layer: nn.Conv2d) -> list[int] | None:
+    """How many zeros a convolution pads on both sides; None where it pads otherwise."""
+    if layer.padding_mode != "zeros":
+        return None
+    if not isinstance(layer.padding, str):
+        return [*layer.padding]
+    both = [
+        0 if layer.padding == "valid" else d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)
+    ]
+    return None if any(n % 2 for n in both) else [n // 2 for n in both]
+
+
+def _pool(layer: nn.Module | None) -> Pool | None:
+    """Max-pooling with its places; None for another layer."""
+    if type(layer) is not nn.MaxPool2d or layer.return_indices:
+        return None
+    shape = [_pair(n) for n in (layer.kernel_size, layer.stride, layer.padding, layer.dilation)]
+
+    def pool(x: Tensor) -> tuple[Tensor, Tensor]:
+        out, index = aten.max_pool2d_with_indices(x, *shape, layer.ceil_mode)
+        return out, index
+
+    return pool
+
+
+def _fixed(layer: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] | None:
+    """A linear map without parameters, and its transpose as a function (d, x)."""
+    if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
+        return lambda x: x.flatten(1), lambda d, x: d.view(x.shape)
+    if type(layer) is nn.AvgPool2d:
+        sizes = [_pair(n) for n in (layer.kernel_size, layer.stride, layer.padding)]
+        shape = *sizes, layer.ceil_mode, layer.count_include_pad, layer.divisor_override
+        return lambda x: aten.avg_pool2d(x, *shape), lambda d, x: aten.avg_pool2d_backward(d, x, *shape)
+    if type(layer) is nn.AdaptiveAvgPool2d:
+        size = layer.output_size
+        return lambda x: functional.adaptive_avg_pool2d(x, size), aten._adaptive_avg_pool2d_backward
+    return None
+
+
+def _pair(n: int | tuple[int, int]) -> list[int]:
+    return [n, n] if isinstance(n, int) else [*n]
+
+
+def _as_it_stands(module: nn.Module) -> bool:
+    """Whether a module does what its layers' classes say, each with parameters and buffers of its own."""
+    for layer in module.modules():
+        hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+        if any(hooks) or "forward" in vars(layer):
+            return False
+    once = [*module.parameters(), *module.buffers()]
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return len(once) == len(every)

@@ -1,0 +1,361 @@
+"""Layers with their derivatives written out: there and back for a gradient, and once more for its change along v.
+
+A layer object lives for one pass over one batch. ``forward`` and ``backward`` give the gradient and keep what they saw;
+``forward_along`` and ``backward_along`` then give the change of both as the parameters move along a direction, which is
+the product of the Hessian with it (Pearlmutter's R-operator). No layer writes on what it is handed, and images have the
+channels last in memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from comfedl.engines.by_hand import BENDS, SLOPES
+from comfedl.problem import Params
+
+aten = torch.ops.aten
+
+
+class Layer(ABC):
+    """One layer in one pass.
+
+    ``lowest`` is the first layer that is trained: nothing moves before it, and nothing is handed back by it.
+    """
+
+    lowest = False
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """The output."""
+
+    @abstractmethod
+    def backward(self, d: Tensor, found: Params) -> Tensor | None:
+        """The cotangent of the input from that of the output; those of the parameters go to ``found``."""
+
+    @abstractmethod
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        """The change of the output, from that of the input (None: it is 0) and the direction of the parameters."""
+
+    @abstractmethod
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
+        """The change of what ``backward`` gave, from the change of what it got."""
+
+
+class Weighted(Layer):
+    """A layer with a weight and a bias: those among ``params``, and the module's own where they are frozen."""
+
+    def __init__(self, name: str, layer: nn.Module, params: Params) -> None:
+        self.layer: Any = layer
+        self.names = named(name, "weight"), named(name, "bias")
+        self.weight: Any = params.get(self.names[0], self.layer.weight)
+        self.bias: Any = params.get(self.names[1], self.layer.bias)
+        self.trained = [n in params for n in self.names]
+
+    def along(self, v: Params) -> tuple[Tensor, Tensor | None]:
+        """The direction of the weight, zero where it is frozen, and that of the bias."""
+        weight, bias = self.names
+        return v[weight] if weight in v else torch.zeros_like(self.weight), v.get(bias)
+
+    def give(self, found: Params, *parts: Tensor) -> None:
+        """Hand over what was found for the weight and the bias, where they are trained."""
+        found.update({n: part for n, part, trained in zip(self.names, parts, self.trained, strict=True) if trained})
+
+
+class Convolution(Weighted):
+    """``nn.Conv2d``. Its bias is of no effect where it is ``centred``: the next layer takes the mean away."""
+
+    def __init__(self, name: str, layer: nn.Module, params: Params, padding: list[int], centred: bool) -> None:
+        super().__init__(name, layer, params)
+        self.shape = [*self.layer.stride], padding, [*self.layer.dilation], False, [0, 0], self.layer.groups
+        self.centred = centred
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        return self._apply(x, self.weight, self.bias)
+
+    def backward(self, d: Tensor, found: Params) -> Tensor | None:
+        self.d = d
+        return self._pulled(d, found)
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        self.dx, (self.v, bias) = dx, self.along(v)
+        out = self._apply(self.x, self.v, None if self.centred else bias)
+        return out if dx is None else out.add_(self._apply(dx, self.weight, None))
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
+        out = self._pulled(dd, found)
+        if self.dx is None:
+            return out
+        # The weight's part is linear in x, the input's in the weight: one call gives how both move with these.
+        mask = [not self.lowest, self.trained[0], False]
+        back, weight, _ = aten.convolution_backward(self.d, self.dx, self.v, None, *self.shape, mask)
+        if self.trained[0]:
+            found[self.names[0]].add_(weight)
+        return None if out is None else out.add_(back)
+
+    def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _last(aten.convolution(x, weight, bias, *self.shape))
+
+    def _pulled(self, d: Tensor, found: Params) -> Tensor | None:
+        channels = len(self.weight)
+        sums = self.trained[1] and not self.centred
+        mask = [not self.lowest, self.trained[0], sums]
+        back, weight, bias = aten.convolution_backward(d, self.x, self.weight, [channels], *self.shape, mask)
+        self.give(found, weight, bias if sums else d.new_zeros(channels))
+        return None if self.lowest else _last(back)
+
+
+class Linear(Weighted):
+    """``nn.Linear`` of [samples, features]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        return functional.linear(x, self.weight, self.bias)
+
+    def backward(self, d: Tensor, found: Params) -> Tensor | None:
+        self.d = d
+        self.give(found, d.t() @ self.x, d.sum(dim=0))
+        return None if self.lowest else d @ self.weight
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        self.dx, (self.v, bias) = dx, self.along(v)
+        out = functional.linear(self.x, self.v, bias)
+        return out if dx is None else out.addmm_(dx, self.weight.t())
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
+        weight = dd.t() @ self.x
+        self.give(found, weight if self.dx is None else weight.addmm_(self.d.t(), self.dx), dd.sum(dim=0))
+        return None if self.lowest else (dd @ self.weight).addmm_(self.d, self.v)
+
+
+class Norm(Weighted):
+    """Batch normalisation with the batch's own statistics, and the max-pooling behind it if there is one.
+
+    Let <.> be the mean over all but the channels, s the inverse deviation of x, and z = s (x - <x>). The output is
+    weight z + bias, at each window's largest if it is pooled. Channel by channel all is linear in x and in what comes
+    back to the pooled places, so that what only these need is never computed at the others.
+    """
+
+    def __init__(self, name: str, layer: nn.Module, params: Params, buffers: Params, pool: Pool | None) -> None:
+        super().__init__(name, layer, params)
+        self.pool = pool
+        self.running = [buffers.get(named(name, part)) for part in ("running_mean", "running_var")]
+        self.batches = buffers.get(named(name, "num_batches_tracked"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x, self.count = x, x.numel() // x.shape[1]
+        self.mean, variance = aten.batch_norm_update_stats(x, *self.running, self._share())
+        self.s = (variance + self.layer.eps).rsqrt_()
+        if self.weight is None:
+            self.weight = torch.ones_like(self.s)
+        self.k = self.weight * self.s
+        shift = -self.k * self.mean if self.bias is None else self.bias - self.k * self.mean
+        if self.pool is None:
+            self.at = x
+        elif bool((self.weight > 0).all()):  # the largest of x is the largest of the output
+            self.at, self.index = self.pool(x)
+        else:
+            self.index = self.pool(_affine(shift, x, self.k))[1]
+            self.at = _picked(x, self.index)
+        return _affine(shift, self.at, self.k)
+
+    def backward(self, d: Tensor, found: Params) -> Tensor | None:
+        self.d = d
+        weight, bias = _sums(d, self.at, self.mean, self.s)
+        self.give(found, weight, bias)
+        self.q, self.r = weight / self.count, bias / self.count
+        # x gets k (d - <d> - z <d z>).
+        return None if self.lowest else self._spread(d * _wide(self.k, d), -self.k * self.r, -self.k * self.q)
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        self.dx = torch.zeros_like(self.x) if dx is None else dx
+        self.dat = self.dx if self.pool is None else _picked(self.dx, self.index)
+        by_z, by_1 = _sums(self.dx, self.x, self.mean, self.s)
+        self.a, self.b = by_1 / self.count, by_z / self.count  # z moves by s (dx - a - b z)
+        weight, bias = self.along(v)
+        self.dk = self.s * (weight - self.k * self.b)
+        shift = -self.k * self.a - self.dk * self.mean
+        out = _affine(shift if bias is None else shift + bias, self.dat, self.k)
+        return out.addcmul_(self.at, _wide(self.dk, out))
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
+        weight, bias = _sums(dd, self.at, self.mean, self.s)
+        weight += _sums(self.d, self.dat, self.a, self.s)[0] - self.s * self.b * self.q * self.count
+        self.give(found, weight, bias)
+        if self.lowest:
+            return None
+        k, dk, dq, dr = self.k, self.dk, weight / self.count, bias / self.count
+        h = k * self.q * self.s
+        values = (dd * _wide(k, dd)).addcmul_(self.d, _wide(dk, dd))
+        return self._spread(values, h * self.a - dk * self.r - k * dr, h * self.b - dk * self.q - k * dq, -h)
+
+    def _spread(self, values: Tensor, shift: Tensor, by_z: Tensor, by_dx: Tensor | None = None) -> Tensor:
+        """``shift + by_z z + by_dx dx`` everywhere, and the values where they were pooled."""
+        by_x = by_z * self.s
+        out = _affine(shift - by_x * self.mean, self.x, by_x)
+        if by_dx is not None:
+            out.addcmul_(self.dx, _wide(by_dx, out))
+        return out.add_(values) if self.pool is None else _put(out, self.index, values)
+
+    def _share(self) -> float:
+        """How far the running statistics move to this batch's, having counted it."""
+        if self.batches is not None:
+            self.batches.add_(1)
+        if self.layer.momentum is not None:
+            return float(self.layer.momentum)
+        return 0.0 if self.batches is None else 1.0 / float(self.batches)
+
+
+class MaxPool(Layer):
+    """``nn.MaxPool2d``."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        out, self.index = self.pool(x)
+        return out
+
+    def backward(self, d: Tensor, found: Params) -> Tensor:
+        return _put(torch.zeros_like(self.x), self.index, d)
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        assert dx is not None
+        return _picked(dx, self.index)
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor:
+        return self.backward(dd, found)
+
+
+class Activation(Layer):
+    """A function of each number alone, one of ``ACTIVATIONS``."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self.function, self.slope, self.bend = ACTIVATIONS[kind], SLOPES[kind], BENDS[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.out = self.function(x)
+        return self.out
+
+    def backward(self, d: Tensor, found: Params) -> Tensor:
+        self.d = d
+        return self.slope(d, self.out)
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        assert dx is not None
+        self.dout = self.slope(dx, self.out)
+        return self.dout
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor:
+        out = self.slope(dd, self.out)
+        return out if self.bend is None else out.add_(self.bend(self.out).mul_(self.dout).mul_(self.d))
+
+
+class Fixed(Layer):
+    """A linear map without parameters, by the map and its transpose: its change is the map of the change."""
+
+    def __init__(self, apply: Callable[[Tensor], Tensor], transpose: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.apply, self.transpose = apply, transpose
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        return self.apply(x)
+
+    def backward(self, d: Tensor, found: Params) -> Tensor:
+        return _last(self.transpose(d, self.x))
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        assert dx is not None
+        return self.apply(dx)
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor:
+        return self.backward(dd, found)
+
+
+class CrossEntropy:
+    """The mean cross-entropy of labels, behind the last layer."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.labels = labels
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.chances = torch.log_softmax(x, dim=1)
+        value, self.total = aten.nll_loss_forward(self.chances, self.labels, None, MEAN, LEFT_OUT)
+        out: Tensor = value
+        return out
+
+    def backward(self, cotangent: Tensor) -> Tensor:
+        self.g = aten.nll_loss_backward(cotangent, self.chances, self.labels, None, MEAN, LEFT_OUT, self.total)
+        d: Tensor = aten._log_softmax_backward_data(self.g, self.chances, 1, self.chances.dtype)
+        return d
+
+    def along(self, dx: Tensor) -> Tensor:
+        """The change of what ``backward`` gave, from the change of the output."""
+        p = self.chances.exp()
+        moved = p * dx
+        moved.addcmul_(p, moved.sum(dim=1, keepdim=True), value=-1)
+        return moved.mul_(-self.g.sum(dim=1, keepdim=True))
+
+
+Pool = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Max-pooling that also tells each largest one's place in its plane."""
+
+ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
+    nn.ReLU: torch.relu,
+    nn.Tanh: torch.tanh,
+    nn.Sigmoid: torch.sigmoid,
+}
+
+# Arguments of torch's nll_loss: the mean over samples, but for those with this label.
+MEAN, LEFT_OUT = 1, -100
+
+
+def named(name: str, part: str) -> str:
+    """The full name of a layer's parameter or buffer."""
+    return f"{name}.{part}" if name else part
+
+
+def _sums(d: Tensor, x: Tensor, mean: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of d s (x - mean) and of d over all but the channels."""
+    mask = [False, True, True]
+    _, by_z, by_1 = aten.native_batch_norm_backward(d, x, s, None, None, mean, s, True, 0.0, mask)
+    return by_z, by_1
+
+
+def _affine(shift: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+    """``shift + factor x``, channel by channel."""
+    return torch.addcmul(_wide(shift, x), x, _wide(factor, x))
+
+
+def _wide(each: Tensor, like: Tensor) -> Tensor:
+    """A number for each channel, in the shape that goes with [samples, channels, ...]."""
+    return each.view(1, -1, *(1,) * (like.ndim - 2))
+
+
+def _picked(x: Tensor, index: Tensor) -> Tensor:
+    """What x has at these places in its planes."""
+    samples, channels, height, width = index.shape
+    return _rows(x).gather(1, _rows(index)).view(samples, height, width, channels).permute(0, 3, 1, 2)
+
+
+def _put(out: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """``out`` with the values added at these places in its planes."""
+    _rows(out).scatter_add_(1, _rows(index), _rows(values))
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Images as [samples, places, channels], as they lie in memory."""
+    return x.permute(0, 2, 3, 1).view(len(x), -1, x.shape[1])
+
+
+def _last(x: Tensor) -> Tensor:
+    """Images with the channels last in memory, which some of torch's kernels do not keep."""
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
