@@ -408,7 +408,7 @@ def test_processes_find_what_one_process_finds(tmp_path: Path) -> None:
     assert side_by_side == theory_points.measured(tmp_path / "one", points, workers=1)
 
 
-def test_what_cannot_be_used(tmp_path: Path) -> None:
+def test_what_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="preset"):
         theory.run(tmp_path, "slow", None)
     with pytest.raises(ConfigError, match="seeds"):
@@ -416,6 +416,9 @@ def test_what_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="another --out"):
         theory_points.measured(tmp_path / "file", TINY, workers=1)
+    monkeypatch.setattr(theory, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="`plot`"):
+        theory.run(tmp_path / "new", "quick", None)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -11,10 +11,12 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from comfedl import checks
+from comfedl.errors import ConfigError
 from comfedl.folder import write_atomic
 from comfedl.reproduce.theory_measure import LAWS, LONG, Bias, Drift, Rate, Row
 from comfedl.reproduce.theory_plus import Plus
@@ -60,7 +62,7 @@ PRESETS = {
     ),
     "paper": Preset(
         T=(64, 256, 1024, 4096),
-        long=(16384,),
+        long=(8192,),
         taus=(1, 2, 4, 8, 16),
         etas=(2**-8, 2**-6, 2**-4, 2**-2),
         batches=(8, 32, 128, 512, 2048),
@@ -75,13 +77,15 @@ def run(out: Path, preset: str, seeds: int | None) -> None:
     checks.one_of("preset", preset, PRESETS)
     if seeds is not None:
         checks.at_least("seeds", seeds, 1)
+    if find_spec("matplotlib") is None:
+        raise ConfigError("The figure needs matplotlib, which is not installed; install comfedl with its extra `plot`.")
     chosen = PRESETS[preset]
     write(out, measured(out, chosen.points(seeds or chosen.seeds), workers=os.cpu_count() or 1))
 
 
 def write(out: Path, rows: Sequence[Row]) -> None:
     """The tables and the figure."""
-    from comfedl.reproduce.theory_figure import draw  # it needs the extra `plot`
+    from comfedl.reproduce.theory_figure import draw  # nothing but this needs the extra `plot`
 
     def place(row: Row) -> tuple[Any, ...]:
         return row["part"], row["series"], row["quantity"], *(row.get(name) or 0 for name in COLUMNS[3:8])

@@ -19,7 +19,6 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 HALF = "second half of the rounds"
 
-
 Found = dict[tuple[str, str, str], list[Place]]
 
 
