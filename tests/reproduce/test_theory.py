@@ -359,6 +359,10 @@ def test_the_constants_of_that_problem() -> None:
     assert float(derivative(lambda y: composition.outer(y, batch), y).norm()) == pytest.approx(known.G_g)
     slopes = plus.e * torch.tanh(ws / plus.R)
     assert float((slopes.diff() / ws.diff()).max()) <= known.L
+    both = [(torch.tensor([sign], dtype=F64), torch.zeros(1, 0)) for sign in (1.0, -1.0)]
+    for w, slope in zip(ws, slopes, strict=True):
+        found = derivative(lambda w: sum(composition.outer(composition.inner({"w": w}, b), b) for b in both) / 2, w)
+        assert torch.allclose(found, slope, atol=1e-14)
 
 
 # Points are stored, and only what is missing is run.
