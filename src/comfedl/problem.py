@@ -106,10 +106,6 @@ class Learner:
         # The Hessian is symmetric: its product is its pullback.
         return pull(slope, params)
 
-    def step_loss(self, model: Model, batch: Batch, lr: float, slope: Slope) -> Stepped:
-        """One gradient step on the mean loss of a batch."""
-        return stepped(model, gradient(LocalLoss(self), model, batch, batch, slope), lr)
-
     def mean_loss(self, model: Model, data: Batch) -> Tensor:
         """The mean loss of a model on whole data."""
         assert self.loss_function is not None
@@ -174,35 +170,6 @@ def gradient(
     value, outer_pullback = objective.outer(y, buffers, outer_batch)
     weight = slope(value)
     return Gradient(pullback(outer_pullback(weight)), value, weight, buffers)
-
-
-class Stepped(NamedTuple):
-    """A model after one gradient step, and the value and weight that were seen."""
-
-    model: Model
-    value: Tensor
-    weight: Tensor
-
-
-def stepped(model: Model, found: Gradient, lr: float) -> Stepped:
-    """The model one step along a gradient."""
-    params = tree.step(model["params"], lr, found.direction)
-    return Stepped(Model(params=params, buffers=found.buffers), found.value, found.weight)
-
-
-def step(
-    objective: Objective,
-    model: Model,
-    batch: Batch,
-    outer_batch: Batch,
-    lr: float,
-    slope: Slope = torch.ones_like,
-    hessian_batch: Batch | None = None,
-) -> Stepped:
-    """One local step, ``w - lr * u`` with the stochastic gradient u; a learner may have a quicker way to plain ones."""
-    if isinstance(objective, LocalLoss):
-        return objective.learner.step_loss(model, batch, lr, slope)
-    return stepped(model, gradient(objective, model, batch, outer_batch, slope, hessian_batch), lr)
 
 
 def pull(function: Callable[[Tree], tuple[Tree, Any]], at: Tree) -> tuple[Any, Callable[[Tree], Any], Any]:

@@ -25,8 +25,6 @@ from comfedl.problem import (
     Params,
     Slope,
     gradient,
-    step,
-    stepped,
 )
 from comfedl.robust import RULES, robust_mean
 from comfedl.step import MODEL, NUMBER, NUMBERS, Batches, Diverged, Draw, Outcome, Replies, Step
@@ -60,15 +58,14 @@ def descend(
     losses, weights = [], []
     for t in range(len(batches)):  # no batch is held on to, so that the next one may take its place in memory
         hessian_batch = hessian_batches[t] if hessian_batches else None
-        if anchor is None:
-            model, value, weight = step(objective, model, batches[t], outer_batches[t], lr, slope, hessian_batch)
-        else:
-            found = gradient(objective, model, batches[t], outer_batches[t], slope, hessian_batch)
+        found = gradient(objective, model, batches[t], outer_batches[t], slope, hessian_batch)
+        direction = found.direction
+        if anchor is not None:
             lam, near = anchor
-            pulled = tree.map(lambda u, v, w, lam=lam: u + lam * (v - w), found.direction, model["params"], near)
-            model, value, weight = stepped(model, found._replace(direction=pulled), lr)
-        losses.append(value)
-        weights.append(weight)
+            direction = tree.map(lambda u, v, w, lam=lam: u + lam * (v - w), direction, model["params"], near)
+        model = Model(params=tree.step(model["params"], lr, direction), buffers=found.buffers)
+        losses.append(found.value)
+        weights.append(found.weight)
     return Descent(model, {"loss": torch.stack(losses), "weight": torch.stack(weights)})
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from comfedl.engines.stacked import mean_inside
-from comfedl.problem import Params, Pullback, Slope
+from comfedl.problem import Params, Pullback
 
 # The cotangent of an activation's input, from its output's and its output.
 SLOPES: dict[type[nn.Module], Callable[[Tensor, Tensor], Tensor]] = {
@@ -55,22 +55,6 @@ def pull_cross_entropy(
     """
     value, seen = _forward(layers, params, x, y, inside)
     return value, partial(_pulled_back, layers, params, seen)
-
-
-@torch.no_grad()
-def step_cross_entropy(
-    layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None, lr: float, slope: Slope
-) -> tuple[Params, Tensor, Tensor]:
-    """One gradient step on the mean cross-entropy times ``slope``: the parameters then, the value and the slope."""
-    value, seen = _forward(layers, params, x, y, inside)
-    weight = slope(value)
-    moved: Params = {}
-    for layer, d, at in _backward(layers, params, seen, weight):
-        if layer.weight in params:
-            moved[layer.weight] = torch.baddbmm(params[layer.weight], d, at.transpose(1, 2), alpha=-lr)
-        if layer.bias in params:
-            moved[layer.bias] = torch.sub(params[layer.bias], d.sum(dim=2), alpha=lr)
-    return {name: moved[name] for name in params}, value, weight  # in their order, as a tree needs it
 
 
 @torch.no_grad()

@@ -18,11 +18,10 @@ from comfedl.engines.by_hand import (
     curve_cross_entropy,
     named,
     pull_cross_entropy,
-    step_cross_entropy,
 )
 from comfedl.engines.stacked import Stacked, unpacked
 from comfedl.losses import PER_SAMPLE
-from comfedl.problem import Batch, Learner, Model, Params, Pullback, Slope, Stepped
+from comfedl.problem import Batch, Learner, Params, Pullback
 from comfedl.tree import Tree
 
 # Layers that act on each number alone and have no parameters.
@@ -101,13 +100,6 @@ class Dense(Stacked):
         if layers is None:
             return super().pull_curved(params, buffers, batch)
         return *curve_cross_entropy(layers, params, *data), buffers
-
-    def step_loss(self, model: Model, batch: Batch, lr: float, slope: Slope) -> Stepped:
-        layers, data = self._flat(batch)
-        if layers is None:
-            return super().step_loss(model, batch, lr, slope)
-        params, value, weight = step_cross_entropy(layers, model["params"], *data, lr, slope)
-        return Stepped(Model(params=params, buffers=model["buffers"]), value, weight)
 
     def _flat(self, batch: Batch) -> tuple[Sequence[Named] | None, tuple[Tensor, Tensor, Tensor | None]]:
         """The layers whose gradient is written out, if it is; x [clients, samples, features], y, and which count."""
