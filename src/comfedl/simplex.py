@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+MANY = 16_384  # for more values than this, sorting them all takes too long
+
 
 def log_mean_exp(values: Tensor, gamma: float) -> Tensor:
     """``gamma * log(mean(exp(values / gamma)))``, the paper's eq. (5), finite for all finite values.
@@ -62,11 +64,24 @@ def project(values: Tensor) -> Tensor:
     [0.0, 1.0]
     """
     shifted = values - values.max()  # the projection does not change, and large values keep their digits
+    if len(values) > MANY:
+        return (shifted - _threshold(shifted)).clamp(min=0)
     ordered = shifted.sort(descending=True).values
     counts = torch.arange(1, len(values) + 1, device=values.device, dtype=values.dtype)
     thresholds = (ordered.cumsum(dim=0) - 1) / counts
     k = int((ordered > thresholds).sum())
     return (shifted - thresholds[k - 1]).clamp(min=0)
+
+
+def _threshold(shifted: Tensor) -> Tensor:
+    """The same threshold without sorting, by Michelot's algorithm: from below, over those that are still above it."""
+    inside, threshold = shifted, shifted.new_tensor(-1.0)  # the largest value is 0, and the weights add up to 1
+    while True:
+        above = inside[inside > threshold]
+        threshold = (above.sum() - 1) / len(above)
+        if len(above) == len(inside):
+            return threshold
+        inside = above
 
 
 def top_weights(values: Tensor, level: float) -> Tensor:
