@@ -16,6 +16,7 @@ from comfedl.engines.batches import Drawn, Sizes, alike, portions
 from comfedl.engines.choice import choose
 from comfedl.engines.convolution import ChannelsLast, laid_out, plain
 from comfedl.engines.replies import LocalReplies, Part, StackedReplies, stacked, unstacked
+from comfedl.engines.states import States
 from comfedl.errors import ConfigError
 from comfedl.problem import Learner
 from comfedl.step import Diverged, Engine, Outcome, Replies, Step, check_finite
@@ -58,7 +59,7 @@ class Embedded(Engine):
         self._one, self._many, why = choose(vectorize, learner, data, steps.values())
         logger.info("Clients run %s.", why)
         self._initial = state
-        self._states: dict[int, Tree] = {}
+        self._states = States()
         self._scratch: dict[int, Tree] = {}
         self._round, self._bytes = 0, 0
 
@@ -71,10 +72,13 @@ class Embedded(Engine):
             return self._run(step, clients, message, round)
 
     def states(self) -> dict[int, Tree]:
-        return dict(self._states)
+        return self._states.settled()
+
+    def settle(self) -> None:
+        self._states.settle()
 
     def restore(self, states: Mapping[int, Tree]) -> None:
-        self._states = dict(states)
+        self._states.restore(states)
 
     def _run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
         named = self._steps[step]
@@ -91,9 +95,10 @@ class Embedded(Engine):
                 outcome = self._alone(named, drawn, int(ks[0]), received, noise)
             failed |= self._failed(round, ks.tolist(), who, outcome)
             parts.append(Part(who, outcome.reply))
-            for kept, new in ((self._states, outcome.state), (self._scratch, outcome.scratch)):
-                if new is not None:
-                    _keep(kept, who, new)
+            if outcome.state is not None:
+                self._states.put(who, outcome.state)
+            if outcome.scratch is not None:
+                _keep(self._scratch, who, outcome.scratch)
         if failed:
             raise failed[min(failed)]
         if all(len(part.clients) == 1 for part in parts):
@@ -108,7 +113,7 @@ class Embedded(Engine):
         if self._many is None or not named.elementwise:
             yield from np.arange(len(drawn.clients))[:, None]
             return
-        stateless = [self._state(i) is None for i in drawn.clients.tolist()]
+        stateless = [not self._has_state(i) for i in drawn.clients.tolist()]
         most = int(self._memory / (COPIES * (self._bytes + drawn.nbytes())))
         for ks in alike(drawn, stateless, self._many.ragged):
             for portion in portions(drawn.whole[ks], max(1, min(MOST, most))):
@@ -119,6 +124,7 @@ class Embedded(Engine):
         # Where only the CPU's generator is drawn from, torch.manual_seed would be ten times the work.
         torch.manual_seed(noise) if self._devices() else torch.default_generator.manual_seed(noise)
         state = self._state(int(drawn.clients[k]))
+        state = None if state is None else tree.map(torch.clone, state)  # it may be a view of what is kept
         images = isinstance(self._one, ChannelsLast)
         outcome = named.run(self._one, message, laid_out(state) if images else state, drawn.of_one(k))
         if not images:
@@ -166,7 +172,12 @@ class Embedded(Engine):
 
     def _state(self, client: int) -> Tree:
         """What a client's next step gets: what it holds for this round, or what it keeps."""
-        return self._scratch.get(client, self._states.get(client, self._initial))
+        if client in self._scratch:
+            return self._scratch[client]
+        return self._states.view(client) if client in self._states else self._initial
+
+    def _has_state(self, client: int) -> bool:
+        return self._initial is not None or client in self._scratch or client in self._states
 
     def _devices(self) -> list[torch.device]:
         """The accelerator that the clients are on, if any: its generator is kept apart as well."""
@@ -175,7 +186,7 @@ class Embedded(Engine):
 
 
 def _keep(states: dict[int, Tree], who: list[int], state: Tree) -> None:
-    """Keep what each client's state is now."""
+    """Keep what each client holds for the rest of the round."""
     if len(who) == 1:
         states[who[0]] = state
         return
