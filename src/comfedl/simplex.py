@@ -65,7 +65,7 @@ def project(values: Tensor) -> Tensor:
     """
     shifted = values - values.max()  # the projection does not change, and large values keep their digits
     if len(values) > MANY:
-        return (shifted - _threshold(shifted)).clamp(min=0)
+        return shifted.sub_(_threshold(shifted)).clamp_(min=0)
     ordered = shifted.sort(descending=True).values
     counts = torch.arange(1, len(values) + 1, device=values.device, dtype=values.dtype)
     thresholds = (ordered.cumsum(dim=0) - 1) / counts
@@ -74,14 +74,15 @@ def project(values: Tensor) -> Tensor:
 
 
 def _threshold(shifted: Tensor) -> Tensor:
-    """The same threshold without sorting, by Michelot's algorithm: from below, over those that are still above it."""
-    inside, threshold = shifted, shifted.new_tensor(-1.0)  # the largest value is 0, and the weights add up to 1
+    """The same threshold without sorting, by Michelot's algorithm: those that are not above it are left out in turn."""
+    above = shifted > -1  # others have no weight: the largest value is 0, and the weights add up to 1
+    inside = shifted
     while True:
-        above = inside[inside > threshold]
-        threshold = (above.sum() - 1) / len(above)
-        if len(above) == len(inside):
+        inside = inside if bool(above.all()) else inside[above]
+        threshold = (inside.sum() - 1) / len(inside)
+        above = inside > threshold
+        if bool(above.all()):
             return threshold
-        inside = above
 
 
 def top_weights(values: Tensor, level: float) -> Tensor:

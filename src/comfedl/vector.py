@@ -14,7 +14,7 @@ from torch import Tensor
 from comfedl.tree import Tree
 
 FEW = 16_384  # up to so many clients a copy of all is as quick
-BLOCK = 1024
+BLOCK = 256
 
 
 def full(clients: int, value: float) -> Tree:

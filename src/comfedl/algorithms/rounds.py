@@ -15,6 +15,8 @@ from comfedl.screen import Screen
 from comfedl.step import Engine, Replies, Step
 from comfedl.tree import Tree
 
+MANY = 16_384  # from more clients than this numpy's own draw by weights takes too long
+
 
 class Used(NamedTuple):
     """Who took part in a round and with which weight in the new model; and every client's dual weight, if learnt."""
@@ -83,6 +85,10 @@ class Round:
         if not shares.any():  # all the weight is on clients in quarantine
             shares[:] = 1.0
             shares[self._barred()] = 0.0
+        if replace and len(shares) > MANY:
+            upto = shares.cumsum()
+            drawn = upto.searchsorted(self.rng("clients").random(self.participants) * upto[-1], side="right")
+            return sorted(np.minimum(drawn, np.flatnonzero(shares)[-1]).tolist())
         size = self.participants if replace else min(self.participants, int(np.count_nonzero(shares)))
         shares /= shares.sum()
         return sorted(self.rng("clients").choice(self.clients, size=size, replace=replace, p=shares).tolist())
