@@ -21,7 +21,9 @@ from comfedl.outer import Coupled
 METRICS = ("validation.accuracy.worst", "validation.accuracy.mean", "train.loss.worst", "train.accuracy.worst")
 
 
-def table_weights(outer: Coupled, losses: torch.Tensor, chosen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def table_weights(
+    outer: Coupled, losses: torch.Tensor, chosen: list[int], recorded: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights (k / m) r_i over the k known clients, scaled back to 1 where they add up to more."""
     known = ~losses.isnan()
     r = torch.zeros_like(losses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -17,12 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 import comfedl as cf
 from comfedl import checkpoint, folder
 from comfedl.callbacks import Callback
+from comfedl.screen import QuorumError, Screen
 
 SAME = ("config.toml", "rounds.jsonl", "clients.jsonl", "model.safetensors")
 
@@ -392,3 +394,92 @@ def test_a_folder_that_cannot_be_written(three_clients: cf.FederatedData, when: 
         run(three_clients, out, resume=True)
         run(three_clients, base / "whole")
         assert files(out) == files(base / "whole")
+
+
+# Many clients.
+
+
+def many(clients: int = 30) -> cf.FederatedData:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4 * clients, 4, generator=generator, dtype=torch.float64)
+    y = (x.sum(dim=1) > 0).long()
+    return cf.FederatedData.from_flat((x, y, range(0, 4 * clients + 1, 4)))
+
+
+@pytest.mark.parametrize("method", [METHODS[1], METHODS[2]], ids=lambda method: method.name)
+def test_a_stopped_run_of_many_clients_goes_on_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    """With what is for many clients alone: the loss table in blocks, personal models in one file, a sample judged."""
+    monkeypatch.setattr("comfedl.vector.FEW", 8)
+    monkeypatch.setattr("comfedl.vector.BLOCK", 8)
+    monkeypatch.setattr("comfedl.personal.MOST_FILES", 10)
+    monkeypatch.setattr("comfedl.records.FEW", 3)
+    options = {"clients_per_round": 5, "eval_clients": 7, "eval_every": 3}
+    whole = run(many(), tmp_path / "whole", method, **options)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(many(), tmp_path / "cut", method, callbacks=[StopAt(7, RuntimeError("a bug"))], **options)
+    result = run(many(), tmp_path / "cut", method, resume=True, **options)
+    assert {path.name for path in (tmp_path / "cut" / "personal").iterdir()} == {"models.safetensors", "clients.json"}
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    assert result.rounds == whole.rounds and result.clients == whole.clients
+    for name in ("03", "29"):
+        assert all(torch.equal(part, whole.personal(name)[key]) for key, part in result.personal(name).items())
+
+
+def test_the_same_clients_are_evaluated_after_a_resume(tmp_path: Path) -> None:
+    whole = run(many(), tmp_path / "whole", eval_clients=6)
+    with pytest.raises(RuntimeError):
+        run(many(), tmp_path / "cut", eval_clients=6, callbacks=[StopAt(5, RuntimeError("stop"))])
+    result = run(many(), tmp_path / "cut", eval_clients=6, resume=True)
+    assert result.clients == whole.clients and len({row["client"] for row in result.clients}) == 6
+    with pytest.raises(cf.RunFolderError, match="another config"):
+        run(many(), tmp_path / "cut", eval_clients=7, resume=True)
+
+
+def test_states_are_those_before_a_round_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quorum is missed in round 5, after its clients have trained: the checkpoint is that of round 4."""
+    whole = run(many(), tmp_path / "whole", clients_per_round=8)
+    passed = Screen.passed
+
+    def missed(self: Screen, round: int, asked: Any, replies: Any, sends: Any) -> Any:
+        if round == 5 and "model" in sends:
+            raise QuorumError("too few")
+        return passed(self, round, asked, replies, sends)
+
+    with monkeypatch.context() as patched, pytest.raises(QuorumError):
+        patched.setattr(Screen, "passed", missed)
+        run(many(), tmp_path / "cut", clients_per_round=8, checkpoint_every=1000)
+    assert [path.name for path in (tmp_path / "cut" / "checkpoint").iterdir()] == ["round-000000004"]
+    config = tmp_path / "cut" / "config.toml"
+    config.write_text(config.read_text().replace("checkpoint_every = 1000", "checkpoint_every = 2"))
+    result = run(many(), tmp_path / "cut", clients_per_round=8, resume=True)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    assert result.clients == whole.clients
+
+
+def test_a_checkpoint_of_the_first_format_is_read(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    """There every client's tensors stood by themselves."""
+    run(three_clients, tmp_path / "whole")
+    last = stopped(three_clients, tmp_path / "cut")[-1]
+    meta = json.loads(checkpoint._unsealed((last / "meta.json").read_bytes()))
+    tensors = load_file(last / "tensors.safetensors")
+    old = {name: part for name, part in tensors.items() if not name.startswith("clients ")}
+    meta["version"], groups, meta["clients"] = 1, meta["clients"], {}
+
+    def alone(part: Any, client: int, row: int) -> Any:
+        if isinstance(part, dict):
+            return {name: alone(below, client, row) for name, below in part.items()}
+        old[f"{client} {part}"] = tensors[part][row].clone()
+        return f"{client} {part}"
+
+    for number, group in enumerate(groups):
+        for row, client in enumerate(tensors[f"clients {number}"].tolist()):
+            meta["clients"][str(client)] = alone(group, client, row)
+    assert meta["clients"]
+    content = save(old)
+    meta["sha256"] = hashlib.sha256(content).hexdigest()
+    (last / "tensors.safetensors").write_bytes(content)
+    (last / "meta.json").write_bytes(checkpoint._sealed(json.dumps(meta).encode()))
+    run(three_clients, tmp_path / "cut", resume=True)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")

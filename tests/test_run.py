@@ -512,3 +512,53 @@ def test_the_order_of_fits_arguments_is_the_designs(three_clients: cf.FederatedD
     loop: tuple[Any, ...] = (2, 0, "cross_entropy", None, 1, "embedded", tmp_path / "run", False, False)
     result = cf.fit(nn.Linear(4, 3).double(), three_clients, cf.FedAvg(), *loop)
     assert len(result.rounds) == 2
+
+
+# A sample of clients to evaluate.
+
+
+def crowd(clients: int = 40) -> cf.FederatedData:
+    x, y = samples(2 * clients)
+    return cf.FederatedData.from_flat((x.double(), y, np.arange(clients + 1) * 2))
+
+
+@pytest.mark.parametrize("method", [cf.FedAvg(), cf.ComFedL(outer=cf.KL(0.2))], ids=lambda method: method.name)
+def test_a_sample_is_evaluated_as_all_would_be(method: Any) -> None:
+    some = cf.fit(linear(), crowd(), method, rounds=4, clients_per_round=5, eval_every=2, eval_clients=9)
+    everybody = cf.fit(linear(), crowd(), method, rounds=4, clients_per_round=5, eval_every=2)
+    assert all(torch.equal(some.params[name], part) for name, part in everybody.params.items())
+    judged = {row["client"] for row in some.clients}
+    assert len(judged) == 9 and len(some.clients) == 18
+    assert list(some.clients) == [row for row in everybody.clients if row["client"] in judged]
+    for row, whole in zip(some.rounds, everybody.rounds, strict=True):
+        losses = [float(each["train.loss"]) for each in some.clients if each["round"] == row["round"]]  # type: ignore[arg-type]
+        assert row["eval_clients"] == 9 and "eval_clients" not in whole
+        assert row["train.loss.worst"] == max(losses) and row["train.loss.mean"] == pytest.approx(np.mean(losses))
+        kept = ("participants", "effective_clients", "weights_kl", "up_bytes")
+        assert {name: row[name] for name in kept} == {name: whole[name] for name in kept}
+    assert some.summary()["eval_clients"] == 9 and "eval_clients" not in everybody.summary()
+
+
+def test_the_sample_is_the_seeds_and_the_methods_share_it() -> None:
+    def judged(method: Any, seed: int) -> list[Any]:
+        result = cf.fit(linear(), crowd(), method, rounds=1, seed=seed, eval_clients=6)
+        return [row["client"] for row in result.clients]
+
+    assert judged(cf.FedAvg(), 0) == judged(cf.Ditto(), 0) != judged(cf.FedAvg(), 1)
+    assert judged(cf.FedAvg(), 0) == sorted(judged(cf.FedAvg(), 0))
+
+
+def test_every_client_is_as_likely_to_be_in_the_sample() -> None:
+    counts = dict.fromkeys(crowd(8).names, 0)
+    for seed in range(200):
+        for row in cf.fit(linear(), crowd(8), cf.FedAvg(local_steps=1), rounds=1, seed=seed, eval_clients=4).clients:
+            counts[str(row["client"])] += 1
+    assert sum(counts.values()) == 800 and all(70 < count < 130 for count in counts.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [(0, "1 or more"), (41, "only 40 clients; give a number from 1 to 40"), (1.5, "1.5")]
+)
+def test_a_sample_that_cannot_be_had(value: Any, says: str) -> None:
+    with pytest.raises(cf.ConfigError, match=f"eval_clients is .*{says}"):
+        cf.fit(linear(), crowd(), cf.FedAvg(), eval_clients=value)

@@ -316,3 +316,17 @@ def test_chi_square_weights_are_the_best_allowed(values: list[float], rho: float
         pull = math.sqrt(rho / radius) if radius > rho else 1.0
         other = pull * other + (1 - pull) / n
         assert r @ f >= other @ f - 1e-6 * (1 + np.abs(f).max())
+
+
+@settings(deadline=None)
+@given(values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40), scale=st.sampled_from([1e-6, 1.0, 1e6]))
+def test_projecting_many_values_without_sorting(values: list[float], scale: float) -> None:
+    given_ = torch.tensor(values, dtype=torch.float64) * scale
+    expected = project(given_)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("comfedl.simplex.MANY", 0)
+        before = given_.clone()
+        found = project(given_)
+        assert torch.equal(given_, before)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    assert float(found.sum()) == pytest.approx(1) and float(found.min()) >= 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from comfedl.checkpoint import Snapshot
 from comfedl.metrics import Row
 from comfedl.result import Result
@@ -19,8 +21,8 @@ class Callback:
     def settled(self, snapshot: Snapshot) -> None:
         """The same moment, with all that is needed to go on from here."""
 
-    def evaluated(self, row: Row, clients: list[Row]) -> None:
-        """All clients have been evaluated: the round's row, and one row a client."""
+    def evaluated(self, row: Row, clients: Sequence[Row]) -> None:
+        """The clients have been evaluated: the round's row, and one row a client."""
 
     def finished(self, result: Result) -> None:
         """The run has ended well."""

@@ -12,20 +12,22 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from comfedl import tree
 from comfedl.errors import RunFolderError
+from comfedl.files import Shape, TensorFile, sync
 from comfedl.tree import Tree
 
-VERSION = 1
+VERSION = 2
 KEPT = 2  # so that one is left where the last turns out to be damaged
 
 
@@ -56,41 +58,38 @@ def write(folder: Path, snapshot: Snapshot, records: Mapping[str, tuple[int, str
     tensors: dict[str, Tensor] = {}
     places: dict[tuple[Any, ...], str] = {}
 
-    def keep(part: Tree) -> Any:
-        """The tree with names of tensors for tensors; one that stands in several places is kept once."""
-        if isinstance(part, dict):
-            return {name: keep(below) for name, below in part.items()}
-        if not isinstance(part, Tensor):
-            raise TypeError(f"A state holds a {type(part).__name__}; it may hold tensors and dicts of them.")
+    def keep(part: Tensor) -> str:
+        """The name of a tensor; one that stands in several places is kept once."""
         place = (part.data_ptr(), part.shape, part.stride(), part.dtype) if part.numel() else (id(part),)
         if place not in places:
             places[place] = str(len(places))
             tensors[places[place]] = part.detach().cpu().contiguous().clone()
         return places[place]
 
-    meta = {
+    state, groups = _mapped(keep, snapshot.state), _grouped(snapshot.clients())
+    meta: dict[str, Any] = {
         "version": VERSION,
         "round": snapshot.round,
         "fingerprint": fingerprint,
         "traffic": dict(snapshot.traffic),
         "records": dict(records),
         "offences": {str(client): count for client, count in snapshot.offences.items()},
-        "state": keep(snapshot.state),
-        "clients": {str(client): keep(state) for client, state in snapshot.clients().items()},
+        "state": state,
+        "clients": [group.places for group in groups],
     }
-    content = save(tensors)
-    meta["sha256"] = hashlib.sha256(content).hexdigest()
-    text = json.dumps(meta).encode()
     final, part = folder / f"round-{snapshot.round:09d}", folder / f".round-{snapshot.round:09d}.part"
     folder.mkdir(exist_ok=True)
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir()
-        for name, data in (("tensors.safetensors", content), ("meta.json", _sealed(text))):
-            with (part / name).open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+        with (part / "tensors.safetensors").open("w+b") as file:
+            _write_tensors(file, tensors, groups)
+            sync(file)
+            file.seek(0)
+            meta["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        with (part / "meta.json").open("wb") as description:
+            description.write(_sealed(json.dumps(meta).encode()))
+            sync(description)
         if final.exists():  # the same round once more, after a damaged one was passed over
             shutil.rmtree(final)
         os.replace(part, final)
@@ -120,10 +119,10 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Sa
                     f"{path} was written by a later version of comfedl (format {version}; this one reads up to "
                     f"{VERSION}); go on with that version, or start anew with --force."
                 )
-            content = (path / "tensors.safetensors").read_bytes()
-            if hashlib.sha256(content).hexdigest() != meta["sha256"]:
-                raise ValueError("its checksum does not match")
-            tensors = load(content)
+            with (path / "tensors.safetensors").open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != meta["sha256"]:
+                    raise ValueError("its checksum does not match")
+            tensors = load_file(path / "tensors.safetensors")
         except RunFolderError:
             raise
         except Exception as error:  # whatever a damaged file makes the readers raise
@@ -138,8 +137,13 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Sa
         def give(part: Any, tensors: dict[str, Tensor] = tensors) -> Tree:
             return {name: give(below) for name, below in part.items()} if isinstance(part, dict) else tensors[part]
 
-        kept = {int(client): give(state) for client, state in meta["clients"].items()}
-        kept = {client: tree.map(lambda leaf: leaf.to(device), state) for client, state in kept.items()}
+        kept: dict[int, Tree] = {}
+        for number, group in enumerate(meta["clients"] if version > 1 else ()):
+            states = tree.map(lambda leaf: leaf.to(device), give(group))
+            for row, client in enumerate(tensors[f"clients {number}"].tolist()):
+                kept[client] = tree.map(lambda leaf, row=row: leaf[row], states)
+        for client, state in meta["clients"].items() if version == 1 else ():  # each client by itself
+            kept[int(client)] = tree.map(lambda leaf: leaf.to(device), give(state))
         state = tree.map(lambda leaf, mate: leaf.to(mate.device), give(meta["state"]), like)
         offences = {int(client): count for client, count in meta["offences"].items()}
         snapshot = Snapshot(meta["round"], state, kept.copy, meta["traffic"], offences)
@@ -147,6 +151,56 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Sa
     if found:
         raise RunFolderError(f"No checkpoint in {folder} is whole; start the run anew with --force.")
     return None
+
+
+class _Group(NamedTuple):
+    """Clients with states of one form; ``places`` is that form with the names of the tensors that hold them all."""
+
+    clients: list[int]
+    states: list[list[Tensor]]
+    names: list[str]
+    places: Any
+
+
+def _grouped(states: Mapping[int, Tree]) -> list[_Group]:
+    groups: dict[str, _Group] = {}
+    for client, state in states.items():
+        form = repr(_mapped(lambda leaf: f"{tuple(leaf.shape)} {leaf.dtype}", state))
+        if form not in groups:
+            names = [f"clients {len(groups)}, {j}" for j, _ in enumerate(tree.leaves(state))]
+            groups[form] = _Group([], [], names, _mapped(partial(_next, iter(names)), state))
+        groups[form].clients.append(client)
+        groups[form].states.append(list(tree.leaves(state)))
+    return list(groups.values())
+
+
+def _next(names: Iterator[str], leaf: Tensor) -> str:
+    return next(names)
+
+
+def _mapped(fn: Callable[[Tensor], str], part: Tree) -> Any:
+    """A tree of tensors as one of texts."""
+    if isinstance(part, dict):
+        return {name: _mapped(fn, below) for name, below in part.items()}
+    if not isinstance(part, Tensor):
+        raise TypeError(f"A state holds a {type(part).__name__}; it may hold tensors and dicts of them.")
+    return fn(part)
+
+
+def _write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], groups: Sequence[_Group]) -> None:
+    """The server's tensors one by one, and the clients' with a row a client, without a copy of them all."""
+    whole = {**tensors, **{f"clients {k}": torch.tensor(group.clients) for k, group in enumerate(groups)}}
+    shapes: dict[str, Shape] = {name: (part.dtype, part.shape) for name, part in whole.items()}
+    for group in groups:
+        for name, leaf in zip(group.names, group.states[0], strict=True):
+            shapes[name] = (leaf.dtype, (len(group.clients), *leaf.shape))
+    out = TensorFile(file, shapes)
+    for name, part in whole.items():
+        out.write(name, part)
+    for group in groups:
+        for j, name in enumerate(group.names):
+            for row, leaves in enumerate(group.states):
+                out.write(name, leaves[j], row)
 
 
 def _found(folder: Path) -> list[Path]:
@@ -182,7 +236,7 @@ def fingerprint(*parts: Any) -> str:
     for part in parts:
         if isinstance(part, Tensor):
             digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
-            digest.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         else:
             digest.update(repr(part).encode())
     return digest.hexdigest()

@@ -14,7 +14,8 @@ import numpy as np
 from comfedl import checks
 from comfedl.config import Config, run_config
 from comfedl.errors import ConfigError
-from comfedl.folder import check_free, finished_rows, write_atomic
+from comfedl.files import write_atomic
+from comfedl.folder import check_free, finished_rows
 from comfedl.metrics import Row
 from comfedl.progress import Progress
 from comfedl.step import Diverged
@@ -141,7 +142,7 @@ def _check_alike(configs: Mapping[str, Config]) -> None:
     first, *others = configs.items()
     for name, config in others:
         ours, theirs = first[1].resolved(), config.resolved()
-        for key in ("data", "model", "seed", "rounds", "clients_per_round"):
+        for key in ("data", "model", "seed", "rounds", "clients_per_round", "eval_clients"):
             if ours[key] != theirs[key]:
                 raise ConfigError(
                     f"{first[0]} and {name} differ in {key} ({ours[key]} and {theirs[key]}); a comparison is of "

@@ -21,11 +21,22 @@ from comfedl.data.partition import IID, PARTITIONS, Natural, Partition
 from comfedl.data.sources import SOURCES
 from comfedl.engines.choice import WAYS
 from comfedl.errors import ConfigError
+from comfedl.inputs import check_loop
 from comfedl.result import Result
-from comfedl.run import check_loop, fit
+from comfedl.run import fit
 from comfedl.settings import describe
 
-LOOP = ("rounds", "seed", "clients_per_round", "eval_every", "checkpoint_every", "quorum", "engine")
+LOOP = (
+    "rounds",
+    "seed",
+    "clients_per_round",
+    "eval_every",
+    "eval_clients",
+    "checkpoint_every",
+    "quorum",
+    "save_personal",
+    "engine",
+)
 
 
 class _Table(BaseModel):
@@ -92,8 +103,10 @@ class Config(BaseModel):
     seed: int = 0
     clients_per_round: int | None = None
     eval_every: int = 1
+    eval_clients: int | None = None
     checkpoint_every: int | None = None
     quorum: float = 0.5
+    save_personal: bool = True
     engine: str = "embedded"
     embedded: EmbeddedTable | None = None
     data: DataTable
@@ -158,7 +171,7 @@ class Config(BaseModel):
         # What names the reader's own code stays as it was written.
         written = {key: value for key, value in self.algorithm.arguments.items() if isinstance(value, str)}
         return {
-            **self.model_dump(include=set(LOOP)),
+            **self.model_dump(include={*LOOP} - ({"save_personal"} if self.save_personal else set())),
             "data": self.data.resolved(),
             "model": {"name": self.model.name, **defaults(self._model_function(), given=2), **self.model.arguments},
             "algorithm": {"name": self.algorithm.name, **algorithm, **written},

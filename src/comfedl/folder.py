@@ -13,22 +13,23 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import quote
 
 import torch
-from safetensors.torch import save
 
 from comfedl import checkpoint
 from comfedl.callbacks import Callback
 from comfedl.checkpoint import Snapshot
 from comfedl.errors import ConfigError, DataError, RunFolderError
+from comfedl.files import write_atomic
 from comfedl.lock import release_lock, take_lock
 from comfedl.metrics import Row
+from comfedl.personal import model_bytes, write_personal
 from comfedl.problem import Model
+from comfedl.records import ClientRows
 from comfedl.result import Result
 from comfedl.screen import QuorumError
 from comfedl.settings import to_toml
@@ -39,43 +40,8 @@ from comfedl.tree import Tree
 FILES = ("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint")
 RECORDS = ("rounds.jsonl", "clients.jsonl")
 
-# With more clients than this their personal models are not written; ``Result.personal`` gives each when asked.
-MOST_PERSONAL = 1000
-
 # Without ``checkpoint_every``, a checkpoint is written about every so many seconds of work.
 SECONDS = 30.0
-
-
-def file_name(client: str) -> str:
-    """A client's name as the name of a file: what a file system may not like is percent-encoded, and a long one cut."""
-    safe = quote(client, safe=" +=@,")
-    safe = safe.replace(".", "%2E") if safe.startswith(".") else safe
-    if len(safe) <= 200:
-        return safe
-    return (
-        f"{safe[:180].rpartition('%')[0] or safe[:180]}~{hashlib.blake2b(client.encode(), digest_size=8).hexdigest()}"
-    )
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name[:60]}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def model_bytes(model: Model) -> bytes:
-    """A model's parameters and buffers as a safetensors file."""
-    tensors = {**model["params"], **model["buffers"]}
-    content: bytes = save({name: part.contiguous() for name, part in tensors.items()})
-    return content
 
 
 @contextlib.contextmanager
@@ -119,12 +85,14 @@ class RunFolder(Callback):
         resume: bool = False,
         fingerprint: str = "",
         checkpoint_every: int | None = None,
+        save_personal: bool = True,
     ) -> None:
         if force and resume:
             raise ConfigError("force and resume are both given; one replaces the run and the other goes on with it.")
         check_free(path, force, resume)
         self.path, self._settings, self._fingerprint = path, settings, fingerprint
         self._every, self._resumed = checkpoint_every, resume and (path / "config.toml").exists()
+        self._personal, self.room = save_personal, 0  # how many bytes the personal models will take
         self._streams: dict[str, IO[str]] = {}
         self._digests = {name: hashlib.sha256() for name in RECORDS}
         self._made: list[Path] = []
@@ -138,10 +106,12 @@ class RunFolder(Callback):
 
     # Going on.
 
-    def load(self, like: Tree, device: torch.device) -> tuple[Snapshot | None, list[Row], list[Row]]:
+    def load(
+        self, like: Tree, device: torch.device, names: Sequence[str]
+    ) -> tuple[Snapshot | None, list[Row], ClientRows]:
         """The last checkpoint and the records up to it; nothing where the run has not got that far."""
         if not self._resumed:
-            return None, [], []
+            return None, [], ClientRows()
         with readable(self.path):
             self._take_lock()
             written = (self.path / "config.toml").read_text(encoding="utf-8", errors="replace")
@@ -154,7 +124,10 @@ class RunFolder(Callback):
             for name in RECORDS:
                 size, checksum = (0, hashlib.sha256().hexdigest()) if saved is None else saved.records[name]
                 self._digests[name] = _cut(self.path / name, size, checksum)
-            rows, client_rows = (_rows(self.path / name) for name in RECORDS)
+            rows, client_rows = (
+                list(_rows(self.path / RECORDS[0])),
+                ClientRows.read(_rows(self.path / RECORDS[1]), names),
+            )
             for name in ("summary.json", "model.safetensors"):  # of a run that is not at its end any more
                 (self.path / name).unlink(missing_ok=True)
         if saved is not None:
@@ -169,6 +142,7 @@ class RunFolder(Callback):
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
+            self._check_room()
             if not self._resumed:
                 self._move_aside()
                 write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
@@ -177,18 +151,18 @@ class RunFolder(Callback):
         self._catch_signals()
         self._saved_at = time.monotonic()
 
-    def evaluated(self, row: Row, clients: list[Row]) -> None:
+    def evaluated(self, row: Row, clients: Sequence[Row]) -> None:
         with readable(self.path):
             for name, rows in zip(RECORDS, ([row], clients), strict=True):
-                text = "".join(json.dumps(each) + "\n" for each in rows)
-                self._streams[name].write(text)
+                left = iter(rows)
+                while text := "".join(json.dumps(each) + "\n" for each in islice(left, 10_000)):
+                    self._streams[name].write(text)
+                    self._digests[name].update(text.encode())
                 self._streams[name].flush()
-                self._digests[name].update(text.encode())
 
     def settled(self, snapshot: Snapshot) -> None:
         due = time.monotonic() - self._saved_at >= SECONDS if self._every is None else snapshot.round % self._every == 0
-        states = snapshot.clients()  # as they are now: the next round may change them and then fail
-        snapshot = self._last = replace(snapshot, clients=lambda: states)
+        self._last = snapshot
         if due or self._stop is not None:
             self._save(snapshot)
         if self._stop is not None:
@@ -210,11 +184,8 @@ class RunFolder(Callback):
             self._close()
             whole = Model(params=result.params, buffers=result.buffers)
             write_atomic(self.path / "model.safetensors", model_bytes(whole))
-            if len(result.names) <= MOST_PERSONAL:
-                (self.path / "personal").mkdir(exist_ok=True)
-                for name in result.names:
-                    file = self.path / "personal" / f"{file_name(name)}.safetensors"
-                    write_atomic(file, model_bytes(result.personal_model(name)))
+            if self._personal:
+                write_personal(self.path / "personal", result)
             write_atomic(self.path / "summary.json", (json.dumps(result.summary(), indent=2) + "\n").encode())
             self._done = True
             if self._aside is not None:
@@ -262,6 +233,15 @@ class RunFolder(Callback):
                 os.replace(self.path / name, self._aside / name)
         self._moved = True
 
+    def _check_room(self) -> None:
+        """See before the training, not after it, that the personal models will find room."""
+        free = shutil.disk_usage(self.path).free
+        if self.room > free:
+            raise RunFolderError(
+                f"The clients' personal models will take {self.room / 1e9:.3g} GB, but {self.path} has room for "
+                f"{free / 1e9:.3g} GB; make room, give another --out, or set save_personal = false."
+            )
+
     def _remove_made(self) -> None:
         """Take away the folders that this run made, where nothing else is in them."""
         for folder in self._made:
@@ -305,22 +285,24 @@ def _cut(path: Path, size: int, checksum: str) -> hashlib._Hash:
     with path.open("ab") as file:
         length = file.tell()
         file.truncate(min(size, length))
-    digest = hashlib.sha256(path.read_bytes())
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
     if digest.hexdigest() != checksum:
         raise RunFolderError(f"{path} is not what was written at its checkpoint; start the run anew with --force.")
     return digest
 
 
-def _rows(path: Path) -> list[Row]:
+def _rows(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        for line in file:
+            yield json.loads(line)
 
 
 def finished_rows(path: Path, settings: Mapping[str, Any]) -> list[Row] | None:
     """The rounds of a run that has ended well under just these settings; None where there is no such run."""
     if not (path / "summary.json").exists() or (path / "config.toml").read_text("utf-8") != to_toml(settings):
         return None
-    return _rows(path / "rounds.jsonl")
+    return list(_rows(path / "rounds.jsonl"))
 
 
 def _difference(written: str, settings: Mapping[str, Any]) -> str:

@@ -9,11 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 Row = dict[str, float | int | str | None]
 
 
-def summarise(metric: str, values: Sequence[float]) -> dict[str, float]:
+def summarise(metric: str, values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
     """Mean, worst, the mean of the worst tenth (at least one client), and standard deviation over clients.
 
     The worst client is the one with the largest loss, or the smallest of any other metric.
@@ -58,13 +59,16 @@ def divergence(weights: Sequence[float]) -> float:
 
 def summarise_clients(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The summaries of every metric of every split, as ``"validation.accuracy.worst"`` and the like."""
-    names = list(dict.fromkeys(name for score in scores for name in score))
+    names = dict.fromkeys(name for score in scores for name in score)
+    return summarise_columns({name: [score[name] for score in scores if name in score] for name in names})
+
+
+def summarise_columns(columns: Mapping[str, Sequence[float] | NDArray[np.float64]]) -> dict[str, float]:
+    """The same from each metric's numbers."""
     return {
         f"{name}.{statistic}": number
-        for name in names
-        for statistic, number in summarise(
-            name.rsplit(".", 1)[-1], [score[name] for score in scores if name in score]
-        ).items()
+        for name, values in columns.items()
+        for statistic, number in summarise(name.rsplit(".", 1)[-1], values).items()
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -33,7 +35,7 @@ class Progress(Callback):
     def round_done(self, number: int) -> None:
         self._bar.update(self._task, completed=number)
 
-    def evaluated(self, row: Row, clients: list[Row]) -> None:
+    def evaluated(self, row: Row, clients: Sequence[Row]) -> None:
         for metric in ("validation.accuracy", "train.accuracy", "validation.loss", "train.loss"):
             if f"{metric}.mean" in row:
                 seen = f"{metric} mean {row[f'{metric}.mean']:.3f}, worst {row[f'{metric}.worst']:.3f}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from comfedl import metrics
+from comfedl.data.names import find
 from comfedl.errors import ConfigError, nearest
 from comfedl.metrics import Row
 from comfedl.problem import Model, Params
+
+MOST_NAMED = 1000  # an error lists all clients up to so many
 
 
 @dataclass
@@ -21,7 +24,8 @@ class Result:
         buffers: its buffers (BatchNorm's running statistics), empty for most models.
         rounds: one row per evaluated round: "round", "train.loss.mean", "validation.accuracy.worst", "objective",
             "effective_clients", "up_bytes", "down_bytes" and so on.
-        clients: one row per evaluated round and client: "round", "client", "train.loss", "weight" and so on.
+        clients: one row per evaluated round and client: "round", "client", "train.loss", "weight" and so on. It is a
+            list, or with more than 100,000 rows a sequence that makes a row when it is looked at.
         traffic: bytes sent in training, up from the clients and down to them.
         seconds: how long the run took.
     """
@@ -29,11 +33,11 @@ class Result:
     params: Params
     buffers: Params
     rounds: list[Row]
-    clients: list[Row]
+    clients: Sequence[Row]
     traffic: dict[str, int]
     seconds: float
     names: Sequence[str] = field(repr=False)
-    ask_personal: Callable[[int], Model] = field(repr=False)
+    ask_personal: Callable[[Sequence[int]], Iterator[Model]] = field(repr=False)
 
     def state_dict(self, client: str | None = None) -> Params:
         """Parameters and buffers together, for ``model.load_state_dict``: the global model's or a client's own."""
@@ -46,9 +50,12 @@ class Result:
 
     def personal_model(self, client: str) -> Model:
         """The same with the buffers."""
-        if client not in self.names:
-            raise ConfigError(f"{client!r} is not a client of this run; {nearest(client, self.names)}.")
-        return self.ask_personal(self.names.index(client))
+        place = find(self.names, client) if isinstance(client, str) else None
+        if place is None:
+            few = len(self.names) <= MOST_NAMED
+            known = nearest(str(client), self.names) if few else f"they go from {self.names[0]!r} to {self.names[-1]!r}"
+            raise ConfigError(f"{client!r} is not a client of this run; {known}.")
+        return next(self.ask_personal([place]))
 
     def summary(self) -> dict[str, Any]:
         """The last evaluated round's numbers, nested, with traffic and time."""
@@ -58,6 +65,7 @@ class Result:
             **metrics.nested(last),
             "objective": last["objective"],
             "effective_clients": last["effective_clients"],
+            **({"eval_clients": last["eval_clients"]} if "eval_clients" in last else {}),
             "traffic": self.traffic,
             "seconds": round(self.seconds, 3),
         }

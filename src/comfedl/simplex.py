@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+MANY = 16_384  # for more values than this, sorting them all takes too long
+
 
 def log_mean_exp(values: Tensor, gamma: float) -> Tensor:
     """``gamma * log(mean(exp(values / gamma)))``, the paper's eq. (5), finite for all finite values.
@@ -62,11 +64,25 @@ def project(values: Tensor) -> Tensor:
     [0.0, 1.0]
     """
     shifted = values - values.max()  # the projection does not change, and large values keep their digits
+    if len(values) > MANY:
+        return shifted.sub_(_threshold(shifted)).clamp_(min=0)
     ordered = shifted.sort(descending=True).values
     counts = torch.arange(1, len(values) + 1, device=values.device, dtype=values.dtype)
     thresholds = (ordered.cumsum(dim=0) - 1) / counts
     k = int((ordered > thresholds).sum())
     return (shifted - thresholds[k - 1]).clamp(min=0)
+
+
+def _threshold(shifted: Tensor) -> Tensor:
+    """The same threshold without sorting, by Michelot's algorithm: those that are not above it are left out in turn."""
+    above = shifted > -1  # others have no weight: the largest value is 0, and the weights add up to 1
+    inside = shifted
+    while True:
+        inside = inside if bool(above.all()) else inside[above]
+        threshold = (inside.sum() - 1) / len(inside)
+        above = inside > threshold
+        if bool(above.all()):
+            return threshold
 
 
 def top_weights(values: Tensor, level: float) -> Tensor:

@@ -113,6 +113,14 @@ def check_finite(round: int, client: str, outcome: Outcome) -> None:
     raise Diverged(round, client, step + 1, float(watched[told][step]) if told in watched else float("nan"), weight)
 
 
+class Scores(NamedTuple):
+    """Numbers by name, of replies (by their place) that name the same ones: one row a reply."""
+
+    names: tuple[str, ...]
+    places: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
 class Replies(ABC):
     """The replies of the clients that were asked, in the order of ``clients`` (positions in the client list)."""
 
@@ -133,6 +141,15 @@ class Replies(ABC):
     @abstractmethod
     def each(self, name: str) -> Iterator[Tree]:
         """That part of every reply, one by one."""
+
+    def scores(self, name: str) -> list[Scores]:
+        """That part of every reply where it is a dict of numbers; replies that name the same ones are together."""
+        groups: dict[tuple[str, ...], tuple[list[int], list[list[float]]]] = {}
+        for place, reply in enumerate(self.each(name)):
+            places, values = groups.setdefault(tuple(reply), ([], []))
+            places.append(place)
+            values.append([float(score) for score in reply.values()])
+        return [Scores(names, np.array(places), np.array(values)) for names, (places, values) in groups.items()]
 
     @abstractmethod
     def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
@@ -167,7 +184,14 @@ class Engine(ABC):
 
     @abstractmethod
     def states(self) -> dict[int, Tree]:
-        """What each client keeps, for those that have changed it since the start."""
+        """What each client keeps after the last round that was settled, for those that have changed it.
+
+        A round that is under way, or has failed, does not show in it.
+        """
+
+    @abstractmethod
+    def settle(self) -> None:
+        """The round has ended well: what clients keep now is what ``states`` gives from here on."""
 
     @abstractmethod
     def restore(self, states: Mapping[int, Tree]) -> None:

@@ -95,7 +95,8 @@ def _number(value: float) -> str:
 def show_result(result: Result, title: str) -> Table:
     """The last evaluated round of one run: every metric over the clients."""
     summary = result.summary()
-    table = _table(f"{title}, after {summary['rounds']} rounds", "", "mean", "worst client", "worst 10 %", "std")
+    some = f", of {summary['eval_clients']} clients" if "eval_clients" in summary else ""
+    table = _table(f"{title}, after {summary['rounds']} rounds{some}", "", "mean", "worst client", "worst 10 %", "std")
     for split in ("train", "validation", "test"):
         for metric, numbers in summary.get(split, {}).items():
             table.add_row(

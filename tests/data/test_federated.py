@@ -220,3 +220,105 @@ def test_from_splits_refuses_a_client_without_train_data() -> None:
     """As the constructor does: it could not take part in a round."""
     with pytest.raises(cf.DataError, match="'bob'"):
         cf.FederatedData.from_splits({"train": flat([0, 2, 3], (0, 3, 3))})
+
+
+def test_from_splits_refuses_names_that_are_not_in_order() -> None:
+    split = Split(torch.tensor(X), torch.tensor(Y), ("bob", "ann"), np.array([0, 3, 4]))
+    with pytest.raises(cf.DataError, match="'bob' comes before 'ann'"):
+        cf.FederatedData.from_splits({"train": split})
+
+
+def test_from_splits_looks_only_at_rows_that_somebody_has() -> None:
+    fed = cf.FederatedData.from_splits({"train": flat([0, 2, 3], (0, 2, 3), x=broken(np.nan))})
+    assert fed.train.sizes.tolist() == [2, 1]
+
+
+# All clients in one piece.
+
+OFFSETS = [0, 3, 4]
+
+
+def test_from_flat_is_from_dicts() -> None:
+    names = ["ann", "bob"]
+    given = cf.FederatedData.from_flat(
+        (X, Y, OFFSETS), (X[:2], Y[:2], [0, 0, 2]), outer=(X, None, OFFSETS), names=names
+    )
+    pairs = {"ann": (X[:3], Y[:3]), "bob": (X[3:], Y[3:])}
+    same = cf.FederatedData(pairs, {"bob": (X[:2], Y[:2])}, outer={"ann": X[:3], "bob": X[3:]})
+    assert list(given.names) == list(same.names) == names
+    for split in ("train", "validation", "outer"):
+        ours, theirs = given.split(split), same.split(split)
+        assert ours is not None and theirs is not None and ours.sizes.tolist() == theirs.sizes.tolist()
+        for name in theirs:
+            assert all(torch.equal(a, b) for a, b in zip(ours[name], theirs[name], strict=True))
+    model, algorithm = torch.nn.Linear(3, 3).double(), cf.ComFedL(outer=cf.KL(0.5), batch_size=2)
+    one, other = (cf.fit(model, fed, algorithm, rounds=3) for fed in (given, same))
+    assert all(torch.equal(one.params[name], other.params[name]) for name in one.params)
+    assert one.clients == other.clients
+
+
+def test_from_flat_copies_nothing() -> None:
+    x, y = torch.zeros(4, 3), torch.tensor(Y)
+    fed = cf.FederatedData.from_flat((x, y, torch.tensor(OFFSETS)))
+    assert fed.train.x.data_ptr() == x.data_ptr() and fed.train.y.data_ptr() == y.data_ptr()
+    array = np.zeros((4, 3))
+    fed = cf.FederatedData.from_flat((array, Y.astype(np.int16), np.array(OFFSETS, dtype=np.uint8)))
+    assert fed.train.x.data_ptr() == array.ctypes.data and fed.train.y.dtype == torch.int64
+
+
+def test_from_flat_numbers_the_clients() -> None:
+    fed = cf.FederatedData.from_flat((np.zeros((12, 1)), np.zeros(12), np.arange(13)))
+    assert fed.names[0] == "00" and fed.names[-1] == "11" and len(fed) == 12
+    assert fed.train["07"][0].shape == (1, 1) and "7" not in fed.train
+
+
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        ((X, Y), "train is a tuple of 2, but it must be (x, y, offsets)"),
+        (3, "train is a int, but"),
+        ((X, Y[:3], OFFSETS), "train has 4 samples in x but 3 in y"),
+        ((X[:0], Y[:0], [0, 0]), "train has no samples"),
+        ((None, Y, OFFSETS), "x in train cannot be read"),
+        (("text", Y, OFFSETS), "x in train cannot be read"),
+        ((X * 1j, Y, OFFSETS), "x in train is complex"),
+        ((X, 1, OFFSETS), "y in train is a single number"),
+        ((X, Y, [[0, 4]]), "shape (1, 2)"),
+        ((X, Y, [0.0, 4.0]), "float64"),
+        ((X, Y, [0]), "one more than there are clients"),
+        ((X, Y, None), "object"),
+        ((X, Y, [[0], [1, 2]]), "offsets of train cannot be read"),
+        ((X, Y, [0, 3]), "go from 0 to 3, but they must rise from 0 to 4"),
+        ((X, Y, [1, 4]), "go from 1 to 4"),
+        ((X, Y, [0, 3, 2, 4]), "fall at place 2"),
+        ((X, Y, [0, 3, 3, 4]), "Client '1' has no samples in train"),
+        ((broken(np.nan), Y, [0, 1, 4]), "Client '1' has 1 value in x of train"),
+    ],
+)
+def test_flat_data_that_cannot_be_used(train: Any, says: str) -> None:
+    with pytest.raises(cf.DataError) as caught:
+        cf.FederatedData.from_flat(train)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"test": (X, Y, [0, 4])}, "There are 2 offsets in test but 3 in train"),
+        ({"validation": (X[:, :2], Y, OFFSETS)}, "validation; give the same shape"),
+        ({"outer": (X, Y, [0, 0, 4])}, "Client '0' has no outer data"),
+        ({"names": ["b", "a"]}, "'b' comes before 'a'"),
+        ({"names": ["a"]}, "1 names for 2 clients"),
+    ],
+)
+def test_flat_data_that_do_not_go_together(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(cf.DataError) as caught:
+        cf.FederatedData.from_flat((X, Y, OFFSETS), **more)
+    assert says in str(caught.value)
+
+
+def test_a_fault_among_many_clients_is_found_at_once() -> None:
+    x = torch.zeros(400_000, 2)
+    x[300_001, 1] = torch.inf
+    with pytest.raises(cf.DataError, match="Client '150000' has 1 value in x of train"):
+        cf.FederatedData.from_flat((x, torch.zeros(400_000), np.arange(200_001) * 2))

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from comfedl import checks
+from comfedl import checks, vector
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
 from comfedl.algorithms.rounds import Round, Used
 from comfedl.errors import ConfigError
@@ -70,15 +70,15 @@ class ComFedL(Algorithm):
         state: State = {"model": model}
         if isinstance(self.g, Coupled):
             # Each client's last known loss; NaN until it has taken part.
-            state["losses"] = torch.full((clients,), torch.nan, dtype=torch.float64)
+            state["losses"] = vector.full(clients, torch.nan)
         return state
 
     def round(self, state: State, here: Round) -> tuple[State, Used]:
         replies = here.ask("train", here.sample(), {"model": state["model"]})
         chosen = list(replies.clients)
         if isinstance(self.g, Coupled):
-            losses = state["losses"].index_put((torch.tensor(chosen),), replies.numbers("loss"))
-            weights, duals = partial_weights(self.g, losses, chosen)
+            losses = vector.put(state["losses"], chosen, replies.numbers("loss"))
+            weights, duals = partial_weights(self.g, losses, chosen, here.recorded)
             state = {**state, "losses": losses}
         else:
             weights, duals = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64), None
@@ -138,14 +138,20 @@ class ComFedL(Algorithm):
         return Outcome(reply, watched=trained.watched)
 
 
-def partial_weights(outer: Coupled, losses: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
-    """The weights of the clients that took part among themselves, and of all known clients, for the records.
+def partial_weights(
+    outer: Coupled, losses: Tree, chosen: list[int], recorded: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """The weights of the clients that took part among themselves, and of all known clients where they are recorded.
 
     For a softmax the first are the second scaled to add up to 1, and a cap or a quantile holds among the participants.
     Scaling the second by ``n / m`` instead would be unbiased, but it stops training: losses that are not seen again
     stay high while the model gets better, and the participants are left with nothing.
     """
-    known = ~losses.isnan()
-    everybody = torch.zeros_like(losses)
-    everybody[known] = outer.weights(losses[known])
-    return outer.weights(losses[chosen]), everybody
+    weights = outer.weights(vector.take(losses, chosen))
+    if not recorded:
+        return weights, None
+    table = vector.whole(losses)
+    known = ~table.isnan()
+    everybody = torch.zeros_like(table)
+    everybody[known] = outer.weights(table[known])
+    return weights, everybody

@@ -62,9 +62,10 @@ class DRFA(Algorithm):
 
         second = here.ask("loss", here.sample("losses"), {"model": at_snapshot})
         losses, seen = second.numbers("loss"), second.clients
-        slope = torch.zeros(n, dtype=torch.float64)
-        slope[seen] = (n / len(seen)) * (losses - losses.mean() if self.baseline else losses)
-        moved = self._floored(project(duals + self.local_steps * self.dual_lr * slope))
+        slope = (n / len(seen)) * (losses - losses.mean() if self.baseline else losses)  # of the others it is 0
+        ascended = duals.clone()
+        ascended[seen] += self.local_steps * self.dual_lr * slope
+        moved = self._floored(project(ascended))
         return {"model": self.blend(model, replies, mean), "duals": moved}, Used(replies.clients, mean, duals)
 
     def _floored(self, duals: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ from comfedl import rng, tree
 from comfedl.screen import Screen
 from comfedl.step import Engine, Replies, Step
 from comfedl.tree import Tree
+
+MANY = 16_384  # from more clients than this numpy's own draw by weights takes too long
 
 
 class Used(NamedTuple):
@@ -47,6 +49,8 @@ class Round:
     traffic: Traffic = field(default_factory=Traffic)
     screen: Screen | None = None
     steps: Mapping[str, Step] = field(default_factory=dict)
+    recorded: bool = True
+    """Whether the round is evaluated: what is for the records alone need not be worked out where it is not."""
 
     @property
     def clients(self) -> int:
@@ -64,30 +68,34 @@ class Round:
 
     def sample(self, purpose: str = "clients") -> list[int]:
         """Choose the round's clients uniformly without replacement, among those that are not in quarantine."""
-        everybody = self._allowed(range(self.clients))
+        barred = self._barred()
+        allowed = self.clients - len(barred)
         if self.screen is not None:
-            self.screen.enough(self.number, len(everybody), self.participants)
-        if self.participants >= len(everybody):
-            return everybody
-        chosen = self.rng(purpose).choice(len(everybody), size=self.participants, replace=False, shuffle=False)
-        return sorted(everybody[i] for i in chosen)
+            self.screen.enough(self.number, allowed, self.participants)
+        if self.participants >= allowed:
+            return _skipping(range(allowed), barred)
+        # Floyd's algorithm, which does not look at all clients.
+        chosen = self.rng(purpose).choice(allowed, size=self.participants, replace=False, shuffle=False)
+        return _skipping(sorted(chosen.tolist()), barred)
 
     def sample_by(self, weights: NDArray[Any], replace: bool = False) -> list[int]:
         """Choose the round's clients with chances in proportion to weights; with ``replace`` one may come twice."""
-        shares = np.zeros(self.clients)
-        allowed = self._allowed(range(self.clients))
-        shares[allowed] = weights[allowed]
+        shares = weights.astype(np.float64)
+        shares[self._barred()] = 0.0
         if not shares.any():  # all the weight is on clients in quarantine
-            shares[allowed] = 1.0
+            shares[:] = 1.0
+            shares[self._barred()] = 0.0
+        if replace and len(shares) > MANY:
+            upto = shares.cumsum()
+            drawn = upto.searchsorted(self.rng("clients").random(self.participants) * upto[-1], side="right")
+            return sorted(np.minimum(drawn, np.flatnonzero(shares)[-1]).tolist())
         size = self.participants if replace else min(self.participants, int(np.count_nonzero(shares)))
         shares /= shares.sum()
         return sorted(self.rng("clients").choice(self.clients, size=size, replace=replace, p=shares).tolist())
 
-    def _allowed(self, clients: Sequence[int]) -> list[int]:
-        """Those of these clients that may be asked."""
-        if self.screen is None or not self.screen.offences:
-            return list(clients)
-        return [client for client in clients if not self.screen.barred(client)]
+    def _barred(self) -> list[int]:
+        """The clients in quarantine, in order."""
+        return [] if self.screen is None else sorted(filter(self.screen.barred, self.screen.offences))
 
     def ask(self, step: str, clients: Sequence[int], message: dict[str, Tree]) -> Replies:
         """Ask these clients to do a named step with this message; ``clients`` of the replies says whose can be used."""
@@ -96,3 +104,17 @@ class Round:
         if self.screen is None:
             return replies
         return self.screen.passed(self.number, clients, replies, self.steps[step].sends if step in self.steps else {})
+
+
+def _skipping(places: Iterable[int], barred: list[int]) -> list[int]:
+    """Places, in order, among the clients that are not barred as places among all.
+
+    >>> _skipping([0, 1, 2, 5], [1, 2])
+    [0, 3, 4, 7]
+    """
+    found, skipped = [], 0
+    for place in places:
+        while skipped < len(barred) and barred[skipped] <= place + skipped:
+            skipped += 1
+        found.append(place + skipped)
+    return found

@@ -10,10 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from comfedl.data import names as naming
 from comfedl.errors import DataError
 
 Batch = tuple[Tensor, Tensor]
 SPLITS = ("train", "validation", "test", "outer")
+MANY = 65_536
 
 
 class Split(Mapping[str, Batch]):
@@ -27,13 +29,13 @@ class Split(Mapping[str, Batch]):
     ) -> None:
         self.x, self.y, self.names, self.offsets, self.rows = x, y, names, offsets, rows
         self.sizes: NDArray[np.int64] = np.diff(offsets)
-        self._position: dict[str, int] | None = None
 
     def position(self, client: str) -> int:
         """The client's place in ``names``."""
-        if self._position is None:
-            self._position = {name: i for i, name in enumerate(self.names)}
-        return self._position[client]
+        place = naming.find(self.names, client)
+        if place is None:
+            raise KeyError(client)
+        return place
 
     def __getitem__(self, client: str) -> Batch:
         i = self.position(client)
@@ -123,12 +125,50 @@ class FederatedData:
         """Take splits that are already flat (see ``Split``): nothing is copied."""
         self = cls.__new__(cls)
         self._splits = dict(splits)
+        naming.checked(self.names, len(self.train.sizes))
         for i in np.flatnonzero(self.train.sizes == 0):
             raise DataError(f"Client {self.names[int(i)]!r} has no samples in train; give it some, or leave it out.")
+        for i in [] if self.outer is None else np.flatnonzero(self.outer.sizes == 0):
+            raise DataError(
+                f"Client {self.names[int(i)]!r} has no outer data; give outer data for every client, or for none."
+            )
         for split, flat in self._splits.items():
             _check_finite(split, flat)
         self._check_shapes()
         return self
+
+    @classmethod
+    def from_flat(
+        cls,
+        train: tuple[Any, Any, Any],
+        validation: tuple[Any, Any, Any] | None = None,
+        test: tuple[Any, Any, Any] | None = None,
+        outer: tuple[Any, Any, Any] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> FederatedData:
+        """Take the samples of all clients in one piece: for very many clients, in seconds and without a copy.
+
+        Args:
+            train: ``(x, y, offsets)``. Client i holds the samples from ``offsets[i]`` to before ``offsets[i + 1]`` of
+                the arrays or tensors x and y, so there is one offset more than there are clients; y may be None.
+            validation, test, outer: the same, for the same clients; in validation and test some may hold nothing.
+            names: the clients' names, in order; by default they are numbered, "000000" and so on.
+
+        The arrays must not be changed afterwards, since they are not copied (but for labels that are not int64 and
+        arrays that are read-only). ``numpy.load(file, mmap_mode="c")`` leaves them on the disk until they are needed.
+
+        >>> FederatedData.from_flat((torch.zeros(5, 2), torch.tensor([0, 1, 0, 1, 1]), [0, 3, 5])).train["1"][1]
+        tensor([1, 1])
+        """
+        given = {"train": train, "validation": validation, "test": test, "outer": outer}
+        splits: dict[str, Split] = {}
+        for split, parts in given.items():
+            if parts is not None:
+                count = len(splits["train"].names) if splits else None
+                x, y, offsets = _flat(split, parts, count)
+                known = splits["train"].names if splits else naming.checked(names, len(offsets) - 1)
+                splits[split] = Split(x, y, known, offsets)
+        return cls.from_splits(splits)
 
     @property
     def names(self) -> Sequence[str]:
@@ -169,7 +209,9 @@ class FederatedData:
         """All that makes these data what they are; a tensor that several splits share is given once."""
         seen: set[int] = set()
         for name, split in self._splits.items():
-            yield name, tuple(split.names), split.offsets.tobytes()
+            for start in range(0, len(split.names), MANY):  # a million names at once would be a heavy text
+                stop = start + MANY
+                yield name, tuple(split.names[start:stop]), split.offsets[start : stop + 1].tobytes()
             for part in (split.x, split.y, split.rows):
                 if part is not None and part.data_ptr() not in seen:
                     seen.add(part.data_ptr())
@@ -196,38 +238,39 @@ class FederatedData:
                     )
 
 
-def _tensor(split: str, client: str, what: str, value: Any) -> Tensor:
+def _tensor(split: str, client: str | None, what: str, value: Any) -> Tensor:
+    where = f"{what} in {split}" if client is None else f"{what} of client {client!r} in {split}"
     try:
         if isinstance(value, np.ndarray) and (not value.flags.writeable or any(step < 0 for step in value.strides)):
             value = value.copy()  # torch takes neither as it is
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{what} of client {client!r} in {split} cannot be read as numbers ({error}); "
-            "give an array or a tensor with the samples first."
+            f"{where} cannot be read as numbers ({error}); give an array or a tensor with the samples first."
         ) from None
     if tensor.is_complex():
-        raise DataError(f"{what} of client {client!r} in {split} is complex; give real numbers.")
+        raise DataError(f"{where} is complex; give real numbers.")
     if tensor.ndim == 0:
-        raise DataError(f"{what} of client {client!r} in {split} is a single number; give an array, samples first.")
+        raise DataError(f"{where} is a single number; give an array, samples first.")
     return tensor.detach()
 
 
 def _pair(split: str, client: str, value: Any) -> Batch:
     pair = isinstance(value, tuple) or (isinstance(value, list) and any(hasattr(part, "shape") for part in value))
-    if pair and len(value) == 2:
-        x, y = (_tensor(split, client, what, part) for what, part in zip("xy", value, strict=True))
-    elif pair:
+    if pair and len(value) != 2:
         raise DataError(f"Client {client!r} in {split} is a {type(value).__name__} of {len(value)}; give (x, y).")
-    else:
-        x = _tensor(split, client, "x", value)
-        y = x.new_zeros((len(x), 0))
+    return _matched(split, client, *(value if pair else (value,)))
+
+
+def _matched(split: str, client: str | None, *parts: Any) -> Batch:
+    """x and y as tensors of one length; where there is x alone, y holds no numbers."""
+    x, *rest = (_tensor(split, client, what, part) for what, part in zip("xy", parts, strict=False))
+    y = rest[0] if rest else x.new_zeros((len(x), 0))
+    who, where = (split, "") if client is None else (f"Client {client!r}", f" in {split}")
     if len(x) != len(y):
-        raise DataError(
-            f"Client {client!r} has {len(x)} samples in x but {len(y)} in y in {split}; give one y for each x."
-        )
+        raise DataError(f"{who} has {len(x)} samples in x but {len(y)} in y{where}; give one y for each x.")
     if len(x) == 0:
-        raise DataError(f"Client {client!r} has no samples in {split}; give it some, or leave it out.")
+        raise DataError(f"{who} has no samples{where}; give it some, or leave it out.")
     if y.ndim == 1 and not y.is_floating_point():
         y = y.long()
     return x, y
@@ -264,15 +307,49 @@ def _flatten(split: str, names: Sequence[str], clients: Mapping[str, Any]) -> Sp
     return flat
 
 
+def _flat(split: str, parts: Any, clients: int | None) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
+    """The checked parts of a flat split; ``clients`` is how many there must be."""
+    if not isinstance(parts, tuple | list) or len(parts) != 3:
+        found = f"{type(parts).__name__} of {len(parts)}" if hasattr(parts, "__len__") else type(parts).__name__
+        raise DataError(f"{split} is a {found}, but it must be (x, y, offsets).")
+    x, y = _matched(split, None, *(parts[:1] if parts[1] is None else parts[:2]))
+    try:
+        offsets = np.asarray(parts[2])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"The offsets of {split} cannot be read as numbers ({error}).") from None
+    if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or len(offsets) < 2:
+        raise DataError(
+            f"The offsets of {split} are {offsets.dtype} of shape {offsets.shape}, but they must be whole numbers in a "
+            "row, one more than there are clients."
+        )
+    offsets = offsets.astype(np.int64)
+    if clients is not None and len(offsets) != clients + 1:
+        raise DataError(
+            f"There are {len(offsets)} offsets in {split} but {clients + 1} in train; give one more than there are "
+            "clients in both."
+        )
+    falls = np.flatnonzero(np.diff(offsets) < 0)
+    if offsets[0] != 0 or offsets[-1] != len(x) or len(falls):
+        fault = f"fall at place {falls[0] + 1}" if len(falls) else f"go from {offsets[0]} to {offsets[-1]}"
+        raise DataError(
+            f"The offsets of {split} {fault}, but they must rise from 0 to {len(x)}, the number of samples."
+        )
+    return x, y, offsets
+
+
 def _check_finite(split: str, flat: Split) -> None:
     """Refuse NaN and infinity: the flat tensors are looked at once, and only a fault is traced to its client."""
     for what, values in (("x", flat.x), ("y", flat.y)):
-        if not values.is_floating_point() or bool(torch.isfinite(values).all()):
+        # A sum that is finite had only finite terms, and needs no memory; one that is not may have overflowed.
+        if not values.is_floating_point() or bool(values.sum().isfinite()):
             continue
-        for i, name in enumerate(flat.names):
-            bad = int((~torch.isfinite(flat.whole(i)["xy".index(what)])).sum())
-            if bad:
-                raise DataError(
-                    f"Client {name!r} has {bad} value{'s' if bad > 1 else ''} in {what} of {split} that are NaN or "
-                    "infinite; replace or drop those samples."
-                )
+        faults = (~torch.isfinite(values)).reshape(len(values), -1).sum(dim=1)
+        places = faults[: flat.offsets[-1]] if flat.rows is None else faults.index_select(0, flat.rows)
+        bad_places = torch.nonzero(places).flatten()
+        if len(bad_places):
+            i = int(np.searchsorted(flat.offsets, int(bad_places[0]), side="right")) - 1
+            bad = int(places[flat.offsets[i] : flat.offsets[i + 1]].sum())
+            raise DataError(
+                f"Client {flat.names[i]!r} has {bad} value{'s' if bad > 1 else ''} in {what} of {split} that are NaN "
+                "or infinite; replace or drop those samples."
+            )

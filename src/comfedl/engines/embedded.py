@@ -19,6 +19,7 @@ from comfedl.engines.convolution import ChannelsLast, laid_out, plain
 from comfedl.engines.crew import Crew
 from comfedl.engines.replies import LocalReplies, Part, StackedReplies, stacked, unstacked
 from comfedl.engines.stacked import Stacked
+from comfedl.engines.states import States
 from comfedl.errors import ConfigError
 from comfedl.problem import Learner
 from comfedl.step import Diverged, Engine, Outcome, Replies, Step, check_finite
@@ -68,7 +69,7 @@ class Embedded(Engine):
         self._crew = Crew(torch.get_num_threads() if workers == "auto" else int(workers)) if self._quiet else Crew(1)
         self._learners = {0: (self._one, self._many)}  # by the thread that uses them: a module is not for two at a time
         self._initial = state
-        self._states: dict[int, Tree] = {}
+        self._states = States()
         self._scratch: dict[int, Tree] = {}
         self._round, self._bytes = 0, 0
 
@@ -79,10 +80,13 @@ class Embedded(Engine):
         return self._run(step, clients, message, round)
 
     def states(self) -> dict[int, Tree]:
-        return dict(self._states)
+        return self._states.settled()
+
+    def settle(self) -> None:
+        self._states.settle()
 
     def restore(self, states: Mapping[int, Tree]) -> None:
-        self._states = dict(states)
+        self._states.restore(states)
 
     def _run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
         named = self._steps[step]
@@ -106,9 +110,10 @@ class Embedded(Engine):
             who: list[int] = drawn.clients[ks].tolist()
             failed |= self._failed(round, ks.tolist(), who, outcome)
             parts.append(Part(who, outcome.reply))
-            for kept, new in ((self._states, outcome.state), (self._scratch, outcome.scratch)):
-                if new is not None:
-                    _keep(kept, who, new)
+            if outcome.state is not None:
+                self._states.put(who, outcome.state)
+            if outcome.scratch is not None:
+                _keep(self._scratch, who, outcome.scratch)
         if failed:
             raise failed[min(failed)]
         if all(len(part.clients) == 1 for part in parts):
@@ -133,7 +138,7 @@ class Embedded(Engine):
         if self._many is None or not named.elementwise:
             yield from np.arange(len(drawn.clients))[:, None]
             return
-        stateless = [self._state(i) is None for i in drawn.clients.tolist()]
+        stateless = [not self._has_state(i) for i in drawn.clients.tolist()]
         most = int(self._memory / (COPIES * (self._bytes + drawn.nbytes())))
         for ks in alike(drawn, stateless, self._many.ragged):
             for portion in portions(drawn.whole[ks], max(1, min(MOST, most))):
@@ -151,7 +156,9 @@ class Embedded(Engine):
         """One client's step."""
         client = int(drawn.clients[k])
         images = isinstance(learner, ChannelsLast)
-        state = laid_out(self._state(client)) if images else self._state(client)
+        state = self._state(client)
+        state = None if state is None else tree.map(torch.clone, state)  # it may be a view of what is kept
+        state = laid_out(state) if images else state
         if self._quiet:
             outcome = named.run(learner, message, state, drawn.of_one(k))
         else:
@@ -215,7 +222,12 @@ class Embedded(Engine):
 
     def _state(self, client: int) -> Tree:
         """What a client's next step gets: what it holds for this round, or what it keeps."""
-        return self._scratch.get(client, self._states.get(client, self._initial))
+        if client in self._scratch:
+            return self._scratch[client]
+        return self._states.view(client) if client in self._states else self._initial
+
+    def _has_state(self, client: int) -> bool:
+        return self._initial is not None or client in self._scratch or client in self._states
 
     def _devices(self) -> list[torch.device]:
         """The accelerator that the clients are on, if any: its generator is kept apart as well."""
@@ -224,7 +236,7 @@ class Embedded(Engine):
 
 
 def _keep(states: dict[int, Tree], who: list[int], state: Tree) -> None:
-    """Keep what each client's state is now."""
+    """Keep what each client holds for the rest of the round."""
     if len(who) == 1:
         states[who[0]] = state
         return

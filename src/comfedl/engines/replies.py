@@ -7,11 +7,12 @@ from functools import reduce
 from operator import getitem
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from comfedl import tree
-from comfedl.step import Replies
+from comfedl.step import Replies, Scores
 from comfedl.tree import Tree
 
 
@@ -107,6 +108,22 @@ class StackedReplies(Replies):
     def each(self, name: str) -> Iterator[Tree]:
         rows = [row for part in self._parts for row in unstacked(part.reply[name], len(part.clients))]
         return (rows[row] for row in self._rows.tolist())
+
+    def scores(self, name: str) -> list[Scores]:
+        ends = np.cumsum(self._lengths)
+        kinds: dict[tuple[str, ...], list[int]] = {}
+        for k, part in enumerate(self._parts):
+            kinds.setdefault(tuple(part.reply[name]), []).append(k)
+        found = []
+        for names, parts in kinds.items():
+            numbers = [torch.stack([self._parts[k].reply[name][key].double().cpu() for key in names], 1) for k in parts]
+            # Which of these numbers each reply has: one that counts twice has the same ones twice.
+            place = np.full(ends[-1], -1)
+            rows = np.concatenate([np.arange(ends[k] - self._lengths[k], ends[k]) for k in parts])
+            place[rows] = np.arange(len(rows))
+            chosen = place[self._rows.numpy()]
+            found.append(Scores(names, np.flatnonzero(chosen >= 0), torch.cat(numbers).numpy()[chosen[chosen >= 0]]))
+        return [scores for scores in found if len(scores.places)]
 
     def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
         found: dict[int, str] = {}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from comfedl import __version__
-from comfedl.folder import write_atomic
+from comfedl.files import write_atomic
 from comfedl.reproduce.pictures import pictures
 from comfedl.reproduce.protocol import Curve, Outcome, standard_error
 

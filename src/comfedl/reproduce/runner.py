@@ -34,7 +34,7 @@ from comfedl.callbacks import Callback
 from comfedl.config import Config, parse_config, run_config
 from comfedl.data.federated import FederatedData
 from comfedl.errors import ComfedlError
-from comfedl.folder import write_atomic
+from comfedl.files import write_atomic
 from comfedl.metrics import Row
 from comfedl.step import Diverged
 
@@ -173,7 +173,7 @@ class _Watch(Callback):
         if _stop.is_set():
             os.kill(os.getpid(), signal.SIGTERM)  # the run's folder ends the round with a checkpoint
 
-    def evaluated(self, row: Row, clients: list[Row]) -> None:
+    def evaluated(self, row: Row, clients: Sequence[Row]) -> None:
         self.rows.append(row)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from comfedl import checks
 from comfedl.errors import ConfigError
-from comfedl.folder import write_atomic
+from comfedl.files import write_atomic
 from comfedl.reproduce.theory_measure import LAWS, LONG, Bias, Drift, Rate, Row
 from comfedl.reproduce.theory_plus import Plus
 from comfedl.reproduce.theory_points import Point, measured

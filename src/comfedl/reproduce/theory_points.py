@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from comfedl.errors import RunFolderError
-from comfedl.folder import write_atomic
+from comfedl.files import write_atomic
 from comfedl.reproduce.theory_measure import SETTINGS, Bias, Drift, Rate, Row
 from comfedl.reproduce.theory_plus import Plus
 

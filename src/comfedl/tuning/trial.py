@@ -96,7 +96,7 @@ class _Reporter(Callback):
         self._earlier, self._first = earlier, rounds * len(earlier)
         self.curve: dict[int, float] = {}
 
-    def evaluated(self, row: Row, clients: list[Row]) -> None:
+    def evaluated(self, row: Row, clients: Sequence[Row]) -> None:
         value, round = row.get(self._metric), row["round"]
         assert isinstance(round, int)
         if not isinstance(value, int | float):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from comfedl import checks
 from comfedl.config import parse_config
 from comfedl.errors import ConfigError, RunFolderError
-from comfedl.folder import readable, write_atomic
+from comfedl.files import write_atomic
+from comfedl.folder import readable
 from comfedl.lock import release_lock, take_lock
 from comfedl.settings import to_toml
 from comfedl.tuning.plan import Plan

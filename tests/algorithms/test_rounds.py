@@ -1,0 +1,103 @@
+"""Who takes part in a round: drawn without a look at all clients, and the same as ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import comfedl as cf
+from comfedl import rng, vector
+from comfedl.algorithms import rounds
+from comfedl.algorithms.comfedl import partial_weights
+from comfedl.algorithms.rounds import Round
+from comfedl.data.names import Numbered
+from comfedl.screen import QUARANTINE, Screen
+
+
+class Somewhere:
+    """As much of an engine as drawing needs."""
+
+    def __init__(self, clients: int) -> None:
+        self.names, self.sizes = Numbered(clients), np.arange(clients) + 1
+
+
+def here(clients: int, participants: int, barred: set[int], number: int = 1) -> Round:
+    screen = Screen({"params": {}, "buffers": {}}, Numbered(clients), quorum=0.0)
+    screen.offences = dict.fromkeys(barred, QUARANTINE) | {
+        i: 1 for i in range(clients) if i % 3 == 0 and i not in barred
+    }
+    return Round(number, 5, participants, Somewhere(clients), screen=screen)  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(data=st.data(), clients=st.integers(2, 60))
+def test_the_draw_is_from_a_list_of_all_who_may_be_asked(data: st.DataObject, clients: int) -> None:
+    barred = data.draw(st.sets(st.integers(0, clients - 1), max_size=clients - 1))
+    participants = data.draw(st.integers(1, clients))
+    everybody = [i for i in range(clients) if i not in barred]
+    if participants < len(everybody):
+        generator = rng.generator(5, "clients", 1)
+        places = generator.choice(len(everybody), size=participants, replace=False, shuffle=False)
+        expected = sorted(everybody[i] for i in places)
+    else:
+        expected = everybody
+    drawn = here(clients, participants, barred).sample()
+    assert drawn == expected and all(type(i) is int for i in drawn)
+
+
+@pytest.mark.parametrize("many", [0, 10**9])
+def test_drawing_by_weights(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
+    """In proportion to the weights, and never one without weight or in quarantine; few clients or many."""
+    monkeypatch.setattr(rounds, "MANY", many)
+    weights, counts = np.array([0.0, 1.0, 2.0, 5.0, 1.0, 0.0]), np.zeros(6)
+    for number in range(1, 1001):
+        for i in here(6, 4, {4}, number).sample_by(weights, replace=True):
+            counts[i] += 1
+    assert counts[[0, 4, 5]].tolist() == [0, 0, 0]
+    np.testing.assert_allclose(counts[[1, 2, 3]] / 4000, np.array([1, 2, 5]) / 8, atol=0.03)
+    assert weights.tolist() == [0.0, 1.0, 2.0, 5.0, 1.0, 0.0]
+    none = here(6, 4, {1, 2, 3, 4}).sample_by(weights, replace=True)
+    assert set(none) <= {0, 5}
+
+
+def test_without_replacement_by_weights_nobody_comes_twice() -> None:
+    drawn = here(6, 5, {4}).sample_by(np.array([0.0, 1.0, 2.0, 5.0, 1.0, 0.0]))
+    assert drawn == [1, 2, 3]
+
+
+@pytest.mark.parametrize("outer", [cf.KL(0.3), cf.CVaR(0.5)])
+def test_weights_of_all_are_left_out_where_nobody_records_them(outer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector, "FEW", 0)
+    monkeypatch.setattr(vector, "BLOCK", 3)
+    plain = torch.tensor([1.0, torch.nan, 0.5, 2.0, torch.nan], dtype=torch.float64)
+    blocks = vector.put(vector.full(5, torch.nan), [0, 2, 3], plain[[0, 2, 3]])
+    told, everybody = partial_weights(outer, plain, [0, 3])
+    for table in (plain, blocks):
+        quiet, nothing = partial_weights(outer, table, [0, 3], recorded=False)
+        assert nothing is None and torch.equal(quiet, told)
+    again = partial_weights(outer, blocks, [0, 3])
+    assert torch.equal(again[0], told) and torch.equal(again[1], everybody)  # type: ignore[arg-type]
+
+
+METHODS = [cf.FedAvg(), cf.ComFedL(outer=cf.KL(0.3)), cf.Ditto(), cf.QFedAvg(), cf.DRFA(1e-6), cf.DeltaFL()]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_nobody_walks_over_all_clients(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on 200,000 clients makes the names of those that take part or are evaluated, and no others."""
+    clients, made, name = 200_000, set[int](), Numbered.__getitem__
+
+    def watched(self: Numbered, place: Any) -> Any:
+        made.add(place)
+        return name(self, place)
+
+    x = torch.randn(clients, 2, generator=torch.Generator().manual_seed(0))
+    fed = cf.FederatedData.from_flat((x, (x[:, 0] > 0).long(), np.arange(clients + 1)))
+    monkeypatch.setattr(Numbered, "__getitem__", watched)
+    result = cf.fit(torch.nn.Linear(2, 2), fed, method, rounds=2, clients_per_round=5, eval_clients=4)
+    assert len(result.clients) == 8 and 0 < len(made) <= 2 * 2 * 5 + 4
