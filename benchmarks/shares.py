@@ -1,0 +1,85 @@
+"""Where the time of our rounds goes, and how far they are from the arithmetic limit.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.shares [W1 W2 W3 "W4 first" "W4 exact"]
+
+The limit is the multiplications and additions of the model's products, at the speed of one large product on one
+thread, measured in the same run. Shares are torch's own profile of a few rounds; it sees operations, not Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.ours import ours, seconds
+from benchmarks.workloads import STEPS, WORKS, Work, build
+
+KINDS = {
+    "products": ("bmm", "mm", "addmm", "baddbmm", "convolution", "mkldnn_convolution", "convolution_backward"),
+    "gathering batches": ("index_select",),
+    "normalising, pooling": ("native_batch_norm", "native_batch_norm_backward", "max_pool2d_with_indices"),
+}
+
+
+def flops(work: Work) -> float:
+    """The operations of a round's products: backward takes twice what forward takes, but for the first layer.
+
+    A Hessian-vector product takes twice a gradient's.
+    """
+    shapes: dict[nn.Module, int] = {}
+    net = build(work)
+    for layer in net.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            layer.register_forward_hook(lambda layer, _, out: shapes.__setitem__(layer, math.prod(out.shape[1:])))
+    net(torch.zeros(2, *work.shape))
+    per = [2.0 * size * math.prod(layer.weight.shape[1:]) for layer, size in shapes.items()]
+    gradient = 3 * sum(per) - per[0]
+    gradients = {None: 1, "first": 2, "exact": 4}[work.maml]
+    return work.clients * STEPS * work.batch * gradient * gradients
+
+
+def speed() -> float:
+    """Operations a second of one large product."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+
+    def once() -> float:
+        start = time.perf_counter()
+        a @ b
+        return 2 * 1024**3 / (time.perf_counter() - start)
+
+    return statistics.median(once() for _ in range(15))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Where our time goes.")
+    parser.add_argument("works", nargs="*", default=list(WORKS)[1:], help="some of " + ", ".join(WORKS))
+    torch.set_num_threads(1)
+    per_second = speed()
+    print(f"one large product: {per_second / 1e9:.0f} GFLOP/s on one thread\n")
+    print("| workload | ms a round | limit, ms | times the limit | " + " | ".join(KINDS) + " | other operations |")
+    print("|---|---|---|---|" + "---|" * (len(KINDS) + 1))
+    for name in parser.parse_args().works:
+        work = WORKS[name]
+        round = ours(work, "auto")
+        round()
+        rounds = max(3, int(1 / seconds(round, 1)))
+        spent = statistics.median(seconds(round, max(1, rounds // 5)) for _ in range(5)) * 1e3
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            for _ in range(min(rounds, 10)):
+                round()
+        times = {event.key.removeprefix("aten::"): event.self_cpu_time_total for event in seen.key_averages()}
+        whole = sum(times.values())
+        shares = [sum(times.get(op, 0.0) for op in ops) / whole for ops in KINDS.values()]
+        limit = flops(work) / per_second * 1e3
+        parts = " | ".join(f"{share:.0%}" for share in [*shares, 1 - sum(shares)])
+        print(f"| {name} | {spent:.2f} | {limit:.2f} | {spent / limit:.1f} | {parts} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
