@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import comfedl as cf
 from comfedl.engines.by_layers import Chain
-from comfedl.engines.convolution import ChannelsLast, laid_out, pooled_first
+from comfedl.engines.convolution import ChannelsLast, laid_out
 from comfedl.engines.dense import Dense
 from comfedl.engines.replies import stacked
 from comfedl.problem import Adapt, Adapted, Batch, Learner, LocalLoss, Model, Params, gradient, pull
@@ -364,29 +364,6 @@ def test_what_the_product_has_kept_is_free_after_it() -> None:
     assert layers
     times(direction(model["params"]))
     assert not layers
-
-
-# Pooling before ReLU.
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_relu_behind_max_pooling_is_the_same_to_the_bit(size: int) -> None:
-    plain = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.Sequential(nn.ReLU(), nn.MaxPool2d(size, stride=2)), nn.ReLU()
-    )
-    moved = pooled_first(copy.deepcopy(plain))
-    assert [type(layer) for layer in moved[1]] == [nn.MaxPool2d, nn.ReLU]
-    x = torch.randn(6, 2, 9, 9, generator=torch.Generator().manual_seed(0))
-    x[:2] = x[:2].round()  # with ties
-    x[2, :, :5] = 0.0
-    results = []
-    for module in (plain, moved):
-        given_x = x.clone().requires_grad_()
-        out = module(given_x)
-        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-        results.append([out, *torch.autograd.grad((out * weights).sum(), [given_x, *module.parameters()])])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
 
 
 # Dense models of many clients.
