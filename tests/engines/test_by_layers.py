@@ -193,6 +193,17 @@ def test_the_four_layer_cnn(norm: str) -> None:
     agrees(small(norm), batch((2, 9, 8), samples=7))
 
 
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Identity()])
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_what_lies_otherwise_in_memory(pool: nn.Module, dilation: int) -> None:
+    """Some of torch's kernels give the channels first, and so does what comes back from flat layers."""
+    blocks = [
+        nn.Sequential(nn.Conv2d(k, 3, 3, dilation=dilation, padding=dilation), nn.BatchNorm2d(3), pool) for k in (2, 3)
+    ]
+    module = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(3 * (64 if type(pool) is nn.Identity else 4), CLASSES))
+    agrees(scattered(module, 4), batch((2, 8, 8)))
+
+
 def test_a_lone_sample_counts_twice() -> None:
     module = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, CLASSES))
     agrees(scattered(module, 3), batch((2, 4, 4), samples=1))
