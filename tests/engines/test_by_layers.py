@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import comfedl as cf
 from comfedl.engines.by_layers import Chain
-from comfedl.engines.convolution import ChannelsLast, laid_out, pooled_first
+from comfedl.engines.convolution import ChannelsLast, laid_out
 from comfedl.engines.dense import Dense
 from comfedl.engines.replies import stacked
 from comfedl.problem import Adapt, Adapted, Batch, Learner, LocalLoss, Model, Params, gradient, pull
@@ -193,6 +193,17 @@ def test_the_four_layer_cnn(norm: str) -> None:
     agrees(small(norm), batch((2, 9, 8), samples=7))
 
 
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Identity()])
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_what_lies_otherwise_in_memory(pool: nn.Module, dilation: int) -> None:
+    """Some of torch's kernels give the channels first, and so does what comes back from flat layers."""
+    blocks = [
+        nn.Sequential(nn.Conv2d(k, 3, 3, dilation=dilation, padding=dilation), nn.BatchNorm2d(3), pool) for k in (2, 3)
+    ]
+    module = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(3 * (64 if type(pool) is nn.Identity else 4), CLASSES))
+    agrees(scattered(module, 4), batch((2, 8, 8)))
+
+
 def test_a_lone_sample_counts_twice() -> None:
     module = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, CLASSES))
     agrees(scattered(module, 3), batch((2, 4, 4), samples=1))
@@ -364,29 +375,6 @@ def test_what_the_product_has_kept_is_free_after_it() -> None:
     assert layers
     times(direction(model["params"]))
     assert not layers
-
-
-# Pooling before ReLU.
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_relu_behind_max_pooling_is_the_same_to_the_bit(size: int) -> None:
-    plain = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.Sequential(nn.ReLU(), nn.MaxPool2d(size, stride=2)), nn.ReLU()
-    )
-    moved = pooled_first(copy.deepcopy(plain))
-    assert [type(layer) for layer in moved[1]] == [nn.MaxPool2d, nn.ReLU]
-    x = torch.randn(6, 2, 9, 9, generator=torch.Generator().manual_seed(0))
-    x[:2] = x[:2].round()  # with ties
-    x[2, :, :5] = 0.0
-    results = []
-    for module in (plain, moved):
-        given_x = x.clone().requires_grad_()
-        out = module(given_x)
-        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-        results.append([out, *torch.autograd.grad((out * weights).sum(), [given_x, *module.parameters()])])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
 
 
 # Dense models of many clients.

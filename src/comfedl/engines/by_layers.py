@@ -63,7 +63,7 @@ class Chain:
         """Whether the derivative on a batch is written out: of images on the CPU, with labels."""
         x, y = batch
         images = x.ndim == 4 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-        return images and y.ndim == 1 and y.dtype == torch.int64 and len(params) > 0
+        return images and y.ndim == 1 and len(params) > 0
 
     @torch.no_grad()
     def pull(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
