@@ -89,6 +89,17 @@ def test_a_rounds_row_is_made_of_its_clients_rows(three_clients: cf.FederatedDat
         assert row["validation.loss.mean"] == pytest.approx(sum(losses) / 3)
 
 
+def test_loss_samples_bounds_what_train_scores_are_taken_on(three_clients: cf.FederatedData) -> None:
+    few, whole = (
+        cf.fit(linear(), three_clients, cf.FedAvg(batch_size=4, loss_samples=samples), rounds=2)
+        for samples in (3, None)
+    )
+    assert all(torch.equal(few.params[name], whole.params[name]) for name in whole.params)
+    for a, b in zip(few.clients, whole.clients, strict=True):
+        assert float(a["train.accuracy"]) * 3 == pytest.approx(round(float(a["train.accuracy"]) * 3))
+        assert a["train.loss"] != b["train.loss"] and a["validation.loss"] == b["validation.loss"]
+
+
 def test_the_numbers_of_a_row_are_those_of_the_model(three_clients: cf.FederatedData) -> None:
     result = cf.fit(linear(), three_clients, cf.FedAvg(), rounds=3)
     for row in result.clients[-3:]:

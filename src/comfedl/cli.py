@@ -159,7 +159,7 @@ def tune(
 
 @app.command()
 def reproduce(
-    figures: Annotated[list[str], typer.Argument(metavar="FIGURE...", help="fig2 to fig6, or all.")],
+    figures: Annotated[list[str], typer.Argument(metavar="FIGURE...", help="fig2 to fig6, theory, or all.")],
     preset: Annotated[str, typer.Option(help="quick (minutes) or paper (what results/ holds).")] = "quick",
     seeds: Annotated[int | None, typer.Option(help="How many seeds judge (default: the preset's).")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write (default: runs/reproduce-PRESET).")] = None,

@@ -212,3 +212,19 @@ def test_what_is_loaded_can_be_trained_on() -> None:
     assert last["objective"] < first["objective"]
     for split in ("train", "validation", "test"):
         assert last[f"{split}.loss.mean"] < first[f"{split}.loss.mean"]
+
+
+def test_held_out_bounds_what_each_client_is_judged_on() -> None:
+    fed = cf.load("digits", cf.partition.DominantClass(clients=10, rho=0.4), seed=3, held_out=10)
+    whole = cf.load("digits", cf.partition.DominantClass(clients=10, rho=0.4), seed=3)
+    assert rows(fed.train) == rows(whole.train)
+    for split in (fed.validation, fed.test):
+        assert split is not None and split.sizes.tolist() == [10] * 10
+        for i, name in enumerate(split.names):
+            assert (split[name][1] == i).sum() == 4
+    assert not {row for held in rows(fed.validation).values() for row in held} & {
+        row for held in rows(fed.test).values() for row in held
+    }
+    for wrong, told in ((0, "held_out.*0"), (10_000, "10000 each")):
+        with pytest.raises((cf.ConfigError, cf.DataError), match=told):
+            cf.load("digits", cf.partition.IID(clients=10), held_out=wrong)

@@ -22,7 +22,7 @@ from comfedl.reproduce.runner import Runner
 FIGURES = ("fig2", "fig3", "fig4", "fig5", "fig6")
 
 # Name -> "module:function", called as function(out / name, preset, seeds).
-OTHERS: dict[str, str] = {}
+OTHERS = {"theory": "comfedl.reproduce.theory:run"}
 
 
 def reproduce(

@@ -5,11 +5,12 @@ more than two of its standard errors above zero; anything less is noise, and noi
 
     python -m comfedl.reproduce.claims results docs/reproduction.md
 
-puts the table between the page's markers.
+puts the tables between the page's markers.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from statistics import fmean
 
 from comfedl.reproduce.evidence import Case, Claim, Number, Table, number, paired
 
-MARKERS = ("<!-- claims: begin -->", "<!-- claims: end -->")
 CLOSE = 0.02  # "good with different values", "robust": the best and the worst are this near
 
 
@@ -137,16 +137,19 @@ def _listed(numbers: Mapping[str, Number]) -> str:
 
 
 def _faster(table: Table, group: str, method: str, column: str, per: str) -> Case:
-    """Whether the largest tau is ahead of the smallest: at the last round that all have, or after all iterations."""
+    """Whether the largest tau is ahead of the smallest: at the last round that all have, or after all iterations.
+
+    A curve that was not evaluated by that round gives its first evaluation, which is later and can only help it.
+    """
     points = table.points(group)
     common = min(max(next(iter(table.curve(group, method, column, point).values()))) for point in points)
 
     def then(curve: dict[int, float]) -> float:
-        return curve[max(r for r in curve if r <= common)]
+        return curve[max((r for r in curve if r <= common), default=min(curve))]
 
     take = then if per == "round" else None
     values = {point: table.over(group, method, column, point, take) for point in points}
-    what = f"at round {common}" if per == "round" else "after the same iterations"
+    what = f"at round {common}, or first evaluated" if per == "round" else "after the same iterations"
     text = f"{what}, by tau: {_listed({point: number(found) for point, found in values.items()})}"
     return Case(f"{group}, per {per}", paired(values[points[-1]], values[points[0]]).above_zero, text)
 
@@ -298,18 +301,42 @@ def as_markdown(found: Sequence[Claim]) -> str:
     for i, claim in enumerate(found, 1):
         lines.append(f"| {i} | {claim.figure} | {claim.gist} | {claim.rule} | **{claim.word}** |")
     for i, claim in enumerate(found, 1):
-        lines += ["", f"**{i}. {claim.gist}.** {claim.word.capitalize()}.", ""]
+        lines += ["", f"**{i}. {claim.gist}.** {claim.word[0].upper()}{claim.word[1:]}.", ""]
         lines += [f"- {case.where} ({'yes' if case.holds else 'no'}): {case.numbers}" for case in claim.cases]
     return "\n".join(lines) + "\n"
 
 
-def filled(page: str, table: str) -> str:
-    """The page with the table between its markers."""
-    before, _, rest = page.partition(MARKERS[0])
-    _, _, after = rest.partition(MARKERS[1])
-    return f"{before}{MARKERS[0]}\n{table}{MARKERS[1]}{after}"
+def provenance(results: Path) -> str:
+    """A table of what each figure was made of, and its pictures."""
+    lines = [
+        "| figure | data | seeds | runs (to choose / to judge) | core seconds | commit |",
+        "|---|---|---|---|---|---|",
+    ]
+    shown = []
+    for folder in sorted(path.parent for path in results.glob("fig*/about.json")):
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        seeds, iterations, batches = (
+            ", ".join(map(str, about[key])) for key in ("seeds", "local_iterations", "batch_sizes")
+        )
+        runs, spent = (f"{about[f'tuning_{key}']} / {about[key]}" for key in ("runs", "core_seconds"))
+        commits = ", ".join(f"`{commit[:9]}`" for commit in about["commits"])
+        cells = (about["figure"], about["data"], seeds, f"{iterations}, {batches}", runs, spent, commits)
+        lines.append(f"| {' | '.join(cells)} |")
+        for picture in sorted(folder.glob("*.png")):
+            shown += ["", f"![{about['title']}](../{results.name}/{folder.name}/{picture.name})"]
+    return "\n".join([*lines, *shown]) + "\n"
+
+
+def filled(page: str, results: Path) -> str:
+    """The page with both tables between their markers."""
+    for name, table in (("claims", as_markdown(claims(results))), ("runs", provenance(results))):
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        page = f"{before}{begin}\n{table}{end}{after}"
+    return page
 
 
 if __name__ == "__main__":
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
-    target.write_text(filled(target.read_text(encoding="utf-8"), as_markdown(claims(source))), encoding="utf-8")
+    target.write_text(filled(target.read_text(encoding="utf-8"), source), encoding="utf-8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from comfedl.reproduce.experiments import FIRST_TUNING_SEED, Arm, Figure, Settings, merged
@@ -27,6 +27,7 @@ class Trial:
     candidate: Settings
     runs: tuple[Run, ...]
     score: float = -math.inf
+    core_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,11 @@ def _scored(trial: Trial, sources: Mapping[str, Figure], records: Mapping[str, R
     metric = sources[trial.arm.name.split("/")[0]].choose_by
     sign = -1 if metric.split(".")[1].endswith("loss") else 1
     found = [records[run.key] for run in trial.runs]
+    trial = replace(trial, core_seconds=sum(record["core_seconds"] for record in found))
     if any(record["diverged"] for record in found):
         return trial
     score = sign * fmean(fmean(row[metric] for row in record["rounds"][-LAST:]) for record in found)
-    return Trial(trial.arm, trial.candidate, trial.runs, score)
+    return replace(trial, score=score)
 
 
 def _winner(arm: Arm, trials: Sequence[Trial]) -> Settings:

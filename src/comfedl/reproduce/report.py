@@ -93,14 +93,20 @@ def about(outcome: Outcome) -> dict[str, Any]:
     """Where the numbers come from."""
     records = [record for curve in outcome.curves for record in curve.records]
     figure = outcome.figure
+    iterations = {record["settings"]["rounds"] * _gap(record) for record in records}
+    batches = {record["settings"]["algorithm"]["batch_size"] for record in records}
     return {
         "figure": figure.name,
         "title": figure.title,
         "preset": figure.preset,
         "data": figure.data,
         "seeds": list(range(figure.seeds)),
+        "local_iterations": sorted(iterations),
+        "batch_sizes": sorted(batches),
         "tuning_seeds": sorted({run.settings["seed"] for trial in outcome.trials for run in trial.runs}),
         "commits": sorted({str(record["commit"]) for record in records}),
+        "tuning_runs": sum(len(trial.runs) for trial in outcome.trials),
+        "tuning_core_seconds": round(sum(trial.core_seconds for trial in outcome.trials)),
         "runs": len(records),
         "core_seconds": round(sum(record["core_seconds"] for record in records)),
         "version": __version__,
