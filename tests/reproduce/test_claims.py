@@ -23,7 +23,7 @@ def write(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def fig4(results: Path, accuracy: dict[str, list[float]], rough: tuple[str, ...] = ()) -> None:
-    """Straight lines of four rounds to these accuracies, one a seed, or rough ones; the loss is one less the accuracy."""
+    """Straight lines of four rounds to these accuracies, one a seed, or rough ones; the loss is one less them."""
     curves: list[dict[str, object]] = []
     for method, ends in accuracy.items():
         for seed, end in enumerate(ends):
