@@ -309,8 +309,8 @@ def as_markdown(found: Sequence[Claim]) -> str:
 def provenance(results: Path) -> str:
     """A table of what each figure was made of, and its pictures."""
     lines = [
-        "| figure | data | seeds | runs (to choose / to judge) | core seconds | commit |",
-        "|---|---|---|---|---|---|",
+        "| figure | data | seeds | iterations, batch | runs (to choose / to judge) | core seconds | commit |",
+        "|---|---|---|---|---|---|---|",
     ]
     shown = []
     for folder in sorted(path.parent for path in results.glob("fig*/about.json")):
