@@ -249,6 +249,7 @@ def test_the_best_config_gives_the_studys_value_to_the_bit(whole: tuple[Path, Tu
     assert {path: config.algorithm.arguments[path.partition(".")[2]] for path in GRID} == best.params
     assert config.resolved() == tomllib.loads(tuned.best.read_text()) | {
         "clients_per_round": None,
+        "eval_clients": None,
         "checkpoint_every": None,
     }
     last = run_config(config).rounds[-1]
@@ -292,6 +293,11 @@ def test_a_loss_is_made_small(tmp_path: Path) -> None:
     assert len(values) == 3 and values == sorted(values)
     study = optuna.load_study(study_name="tune", storage=tuned.url)
     assert study.direction == optuna.study.StudyDirection.MINIMIZE and study.best_value == values[0]
+
+
+def test_a_sample_of_clients_is_enough_to_judge_by(tmp_path: Path) -> None:
+    tuned = search(tmp_path, space={"algorithm.lr": [0.5]}, changes={"eval_clients": 2})
+    assert [trial.value is not None for trial in tuned.trials] == [True]
 
 
 def test_the_value_is_the_mean_over_seeds(tmp_path: Path) -> None:

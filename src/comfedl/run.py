@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from comfedl import metrics, rng, tree
+from comfedl import metrics, personal, rng, tree
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.rounds import Round, Traffic, Used
 from comfedl.callbacks import Callback
@@ -24,7 +24,6 @@ from comfedl.folder import RunFolder
 from comfedl.inputs import check_fit, check_kinds, check_loop, make_learner
 from comfedl.losses import LossFunction
 from comfedl.metrics import Row
-from comfedl.personal import MOST_FILES
 from comfedl.problem import Model, Params
 from comfedl.records import ClientRows, Evaluation, few_as_list
 from comfedl.result import Result
@@ -124,7 +123,7 @@ def fit(
         }
         known = fingerprint(*data.contents(), *frozen.values(), *tree.leaves(initial))
         folder = RunFolder(Path(out), shown, force, resume, known, checkpoint_every, save_personal)
-        if save_personal and len(data) > MOST_FILES:
+        if save_personal and len(data) > personal.MOST_FILES:
             folder.room = len(data) * tree.nbytes({**initial, "frozen": frozen})
         watchers.insert(0, folder)
 

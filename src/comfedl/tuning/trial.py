@@ -122,7 +122,7 @@ def run_task(task: Task, data: Data, report: Report) -> Outcome:
             config = parse_config(task.settings)
             config = config.model_copy(update={"seed": config.seed + i})
             fed = data(config)
-            watch = _Reporter(task.metric, len(fed), config.rounds, curves, report)
+            watch = _Reporter(task.metric, config.eval_clients or len(fed), config.rounds, curves, report)
             run_config(config, callbacks=[watch], fed=fed)
             curves.append(watch.curve)
     except _Pruned:
