@@ -142,7 +142,7 @@ def _work(connection: Connection, threads: int) -> None:
     while True:
         try:
             connection.send(run_task(connection.recv(), data, report))
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         except MetricMissing as error:
             connection.send(error)
