@@ -153,10 +153,12 @@ class Study:
             if trial.state != TrialState.RUNNING:
                 continue
             if trial.number not in retried:
+                # A point that was killed while it was drawn is drawn again from its beginning, by its own seed.
+                whole = trial.params.keys() == self._distributions.keys()
                 again = optuna.trial.create_trial(
                     state=TrialState.WAITING,
-                    params=trial.params,
-                    distributions=trial.distributions,
+                    params=trial.params if whole else {},
+                    distributions=trial.distributions if whole else {},
                     user_attrs={"retry_of": trial.number},
                     system_attrs=trial.system_attrs,  # where the grid's sampler keeps which point it is
                 )
