@@ -333,7 +333,7 @@ def story(folder: Path, name: str) -> list[Any]:
     return [
         (trial.params, trial.values, trial.intermediate_values, trial.user_attrs["ended"])
         for trial in trials(folder, name)
-        if "ended" in trial.user_attrs
+        if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)
     ]
 
 
@@ -470,9 +470,8 @@ def child(work: Callable[[], object]) -> int:
 def test_a_search_killed_again_and_again(tmp_path: Path, sampler: str) -> None:
     """SIGKILL at a random instant in each trial; what comes of it is the search that was not killed."""
     options: dict[str, Any] = {"space": GRID if sampler == "grid" else SPACE, "sampler": sampler, "trials": 6}
-    started = time.monotonic()
     whole = search(tmp_path, "whole", **options)
-    length = (time.monotonic() - started) / 6
+    length = min(trial.seconds for trial in whole.trials if trial.seconds is not None)
     chance = random.Random(3)
     for complete in range(5):
         pid = child(lambda: search(tmp_path, "cut", **options))
@@ -491,25 +490,33 @@ def test_a_search_killed_again_and_again(tmp_path: Path, sampler: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
-def test_every_write_is_a_place_to_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sampler", ["grid", "tpe"])
+def test_every_write_is_a_place_to_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str) -> None:
     """SIGKILL before each write of a trial in turn; and of the search that puts such a trial back."""
     monkeypatch.setattr(workers, "run_task", _quick)
-    space = {"algorithm.lr": [0.1, 0.2, 0.3]}
 
-    def again(name: str = "cut") -> Tuned:
-        return search(tmp_path, name, space=space, trials=2)
+    def again(name: str = "cut", trials: int = 2) -> Tuned:
+        return search(tmp_path, name, space=GRID if sampler == "grid" else SPACE, sampler=sampler, trials=trials)
 
-    search(tmp_path, "begun", space=space, trials=1)
-    shutil.copytree(tmp_path / "begun", tmp_path / "in a trial")
-    assert not _outlived(lambda: again("in a trial"), 5)
-    assert [trial.state.name for trial in trials(tmp_path, "in a trial")] == ["COMPLETE", "RUNNING"]
-    for begun, most in (("begun", 30), ("in a trial", 9)):
+    again("begun", 1)
+    for writes in range(30):  # until the kill is in the midst of a trial
+        shutil.rmtree(tmp_path / "in a trial", ignore_errors=True)
+        shutil.copytree(tmp_path / "begun", tmp_path / "in a trial")
+        assert not _outlived(lambda: again("in a trial"), writes)
+        last = trials(tmp_path, "in a trial")[-1]
+        if last.state == TrialState.RUNNING and len(last.params) == 2:
+            break
+    else:
+        pytest.fail("no kill was in the midst of a trial")
+    whole = done(again("whole"))
+    for begun, most in (("begun", 30), ("in a trial", 12)):
         for writes in range(most):
             shutil.copytree(tmp_path / begun, tmp_path / "cut")
             outlived = _outlived(again, writes)
             tuned = again()
             states = Counter(trial.state for trial in tuned.trials)
             assert len(done(tuned)) == states[COMPLETE] == 2 and set(states) <= {COMPLETE, "interrupted"}
+            assert done(tuned) == whole
             shutil.rmtree(tmp_path / "cut")
             if outlived:
                 break
@@ -588,7 +595,10 @@ def test_a_killed_search_with_jobs_goes_on(tmp_path: Path) -> None:
 
 
 def wait_for(folder: Path, complete: int, gone: Callable[[], bool]) -> None:
-    """Wait until a search in another process has so many trials. Optuna itself would make the file if it could."""
+    """Wait until a search in another process has so many trials and is in the next one.
+
+    Optuna itself would make the file if it could.
+    """
     deadline, found = time.monotonic() + 600, -1
     while found < complete:
         assert not gone() and time.monotonic() < deadline
@@ -596,7 +606,8 @@ def wait_for(folder: Path, complete: int, gone: Callable[[], bool]) -> None:
         with contextlib.suppress(sqlite3.OperationalError), contextlib.ExitStack() as stack:  # it is being made
             database = sqlite3.connect(f"file:{folder}/study.db?mode=ro", uri=True)
             stack.callback(database.close)
-            found = database.execute("SELECT count(*) FROM trials WHERE state = 'COMPLETE'").fetchone()[0]
+            states = Counter(state for (state,) in database.execute("SELECT state FROM trials"))
+            found = states["COMPLETE"] if states["RUNNING"] else found
 
 
 # The command line.

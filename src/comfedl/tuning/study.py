@@ -6,6 +6,8 @@ asked for twice, and what is still marked as running when a search begins was le
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +16,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
-from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import event
 
@@ -36,15 +38,6 @@ STATES = {
 }
 
 
-class _Grid(GridSampler):
-    """Optuna's, but for ending ``optimize`` with the last point: here the points are counted."""
-
-    def after_trial(
-        self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
-    ) -> None:
-        pass
-
-
 class Study:
     """A search's study, opened or begun."""
 
@@ -63,6 +56,7 @@ class Study:
             load_if_exists=True,
         )
         self._distributions = {path: _distribution(part) for path, part in plan.space.items()}
+        self._grid = _grid(plan)
         self._check_same(out)
         self.put_back()
         self._show()
@@ -115,7 +109,13 @@ class Study:
         """The next trial to run; None where there are as many as were asked for."""
         if self.left() <= 0:
             return None
-        self._study.sampler = self._sampler()
+        trials = self._trials()
+        waiting = [trial for trial in trials if trial.state == TrialState.WAITING]
+        firsts = [trial.number for trial in trials if "retry_of" not in trial.user_attrs]
+        point = firsts.index(_first(waiting[0], trials)) if waiting else len(firsts)
+        if self._grid and not waiting:
+            self._study.add_trial(self._create(self._grid[point]))
+        self._study.sampler = self._sampler(point)
         trial = self._study.ask(self._distributions)
         self._running[trial.number] = trial
         return Task(trial.number, self._plan.at(trial.params), self._plan.seeds, self._plan.metric)
@@ -154,15 +154,8 @@ class Study:
                 continue
             if trial.number not in retried:
                 # A point that was killed while it was drawn is drawn again from its beginning, by its own seed.
-                whole = trial.params.keys() == self._distributions.keys()
-                again = optuna.trial.create_trial(
-                    state=TrialState.WAITING,
-                    params=trial.params if whole else {},
-                    distributions=trial.distributions if whole else {},
-                    user_attrs={"retry_of": trial.number},
-                    system_attrs=trial.system_attrs,  # where the grid's sampler keeps which point it is
-                )
-                self._study.add_trial(again)
+                params = trial.params if trial.params.keys() == self._distributions.keys() else {}
+                self._study.add_trial(self._create(params, retry_of=trial.number))
             self._study.tell(trial.number, state=TrialState.FAIL)
 
     def _check_same(self, out: Path) -> None:
@@ -177,16 +170,16 @@ class Study:
                 "give another --out."
             )
 
-    def _sampler(self) -> BaseSampler:
-        """A sampler for the next point alone, by the point's own seed: so a search that was stopped asks for the same
+    def _create(self, params: dict[str, Any], **attributes: int) -> FrozenTrial:
+        """A trial that waits for its turn, at a point or, where there are no params, at one that is drawn then."""
+        distributions = self._distributions if params else {}
+        return optuna.trial.create_trial(
+            state=TrialState.WAITING, params=params, distributions=distributions, user_attrs=attributes
+        )
+
+    def _sampler(self, point: int) -> BaseSampler:
+        """A sampler for one point alone, by the point's own seed: so a search that was stopped asks for the same
         points as one that was not."""
-        if self._plan.sampler == "grid":
-            choices = {p: list(part.labels) for p, part in self._plan.space.items() if isinstance(part, Choices)}
-            return _Grid(choices, seed=self._plan.config.seed % 2**32)
-        trials = self._trials()
-        waiting = [trial for trial in trials if trial.state == TrialState.WAITING]
-        firsts = [trial.number for trial in trials if "retry_of" not in trial.user_attrs]
-        point = firsts.index(_first(waiting[0], trials)) if waiting else len(firsts)
         seed = rng.key(self._plan.config.seed, "tune", point) % 2**32
         return TPESampler(seed=seed) if self._plan.sampler == "tpe" else RandomSampler(seed=seed)
 
@@ -202,6 +195,16 @@ def _first(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> int:
     while "retry_of" in trial.user_attrs:
         trial = trials[trial.user_attrs["retry_of"]]
     return trial.number
+
+
+def _grid(plan: Plan) -> list[dict[str, Any]]:
+    """Every point of a grid, in the order they are tried in: drawn once, so that the first few are a fair sample."""
+    if plan.sampler != "grid":
+        return []
+    lists = [part.labels for part in plan.space.values() if isinstance(part, Choices)]
+    points = [dict(zip(plan.space, values, strict=True)) for values in itertools.product(*lists)]
+    random.Random(rng.key(plan.config.seed, "grid")).shuffle(points)
+    return points
 
 
 def _pruner(plan: Plan) -> BasePruner:
