@@ -194,6 +194,39 @@ def test_a_kill_in_the_middle_of_a_checkpoint(
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_kill_before_each_file_takes_its_name(
+    three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config's, the checkpoints', the model's, each personal model's: nothing half-written stays behind."""
+    run(three_clients, tmp_path / "whole", rounds=40)
+    replace, left, names = os.replace, 0, []
+
+    def dying(source: Any, target: Any) -> None:
+        nonlocal left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            os, "replace", lambda source, target: (names.append(Path(target).name), replace(source, target))
+        )
+        run(three_clients, tmp_path / "counted", rounds=40)
+    assert {"config.toml", "model.safetensors", "b.safetensors", "summary.json"} <= set(names)
+    for spared in sorted({0, 1, 2, *range(len(names) - 6, len(names))}):
+        left = spared
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", dying)
+            pid = child(three_clients, tmp_path / "cut")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        run(three_clients, tmp_path / "cut", rounds=40, resume=True)
+        assert files(tmp_path / "cut") == files(tmp_path / "whole")
+        shutil.rmtree(tmp_path / "cut")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_round_and_keeps_it(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -34,7 +34,7 @@ def sync(file: IO[bytes] | IO[str]) -> None:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name[:60]}.{os.getpid()}")
+    temporary = path.with_name(f"{_stem(path.name)}{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -43,6 +43,18 @@ def write_atomic(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def sweep(folder: Path, names: Collection[str]) -> None:
+    """Take away what a kill left of writing these files; nobody else may be writing them."""
+    stems = {_stem(name) for name in names}
+    for path in folder.iterdir():
+        if path.name.rstrip("0123456789") in stems:
+            path.unlink(missing_ok=True)
+
+
+def _stem(name: str) -> str:
+    return f".{name[:60]}."
 
 
 class TensorFile:

@@ -24,7 +24,7 @@ from comfedl import checkpoint
 from comfedl.callbacks import Callback
 from comfedl.checkpoint import Snapshot
 from comfedl.errors import ConfigError, DataError, RunFolderError
-from comfedl.files import write_atomic
+from comfedl.files import sweep, write_atomic
 from comfedl.lock import release_lock, take_lock
 from comfedl.metrics import Row
 from comfedl.personal import model_bytes, write_personal
@@ -130,6 +130,8 @@ class RunFolder(Callback):
             )
             for name in ("summary.json", "model.safetensors"):  # of a run that is not at its end any more
                 (self.path / name).unlink(missing_ok=True)
+            if (self.path / "personal").is_dir():
+                shutil.rmtree(self.path / "personal")
         if saved is not None:
             self._saved_round = saved.snapshot.round
         return (None if saved is None else saved.snapshot), rows, client_rows
@@ -142,6 +144,7 @@ class RunFolder(Callback):
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
+            sweep(self.path, FILES)
             self._check_room()
             if not self._resumed:
                 self._move_aside()
