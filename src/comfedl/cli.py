@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import click
 import typer
 
 from comfedl import __version__
+from comfedl.commands import datasets
+from comfedl.commands.shared import Changes, Force, print_table
 from comfedl.errors import ComfedlError, ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 app = typer.Typer(
     name="comfedl",
@@ -24,13 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data_app = typer.Typer(
-    help="Real data sets: list them, fetch one, or see how a config splits it.", no_args_is_help=True
-)
-app.add_typer(data_app, name="data")
-
-Changes = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=V", help="Change a value of the config.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder already holds.")]
+app.add_typer(datasets.app, name="data")
 
 
 def main() -> None:
@@ -89,7 +82,7 @@ def run(
         raise ConfigError(f"{config} lies in the folder that the run would be written to; give another --out.")
     check_free(folder, force, resume)
     result = run_config(parsed, out=folder, force=force, resume=resume, progress=True)
-    _print(show_result(result, parsed.algorithm.name))
+    print_table(show_result(result, parsed.algorithm.name))
     typer.echo(f"Written to {folder}")
 
 
@@ -113,7 +106,7 @@ def compare(
         raise ConfigError(f"Two configs have the same file name ({', '.join(names)}); rename one.")
     parsed = {path.stem: read_config(path, set or ()) for path in configs}
     table, note = show_comparison(run_comparison(parsed, seeds, split, out, force, resume))
-    _print(table)
+    print_table(table)
     typer.echo(note)
     typer.echo(f"Written to {out}")
 
@@ -145,7 +138,7 @@ def tune(
 
     plan = make_plan(config, grid, space, sampler, pruner, trials, metric, seeds, set or ())
     tuned = search(plan, out or Path("runs/tune") / config.stem, jobs)
-    _print(show_trials(tuned))
+    print_table(show_trials(tuned))
     if tuned.best is not None:
         typer.echo(f"The best config is {tuned.best}; run it with: comfedl run {tuned.best}")
         typer.echo(tuned.caution)
@@ -193,40 +186,4 @@ def list_(what: Annotated[str, typer.Argument(help="algorithms, outers, datasets
         from comfedl.errors import nearest
 
         raise ConfigError(f"There is no list of {what!r}; {nearest(what, lists)}.")
-    _print(lists[what]())
-
-
-@data_app.command("list")
-def data_list() -> None:
-    """List the data sets and whether they are in the cache."""
-    from comfedl import tables
-
-    _print(tables.datasets())
-
-
-@data_app.command("fetch")
-def data_fetch(name: str, force: Annotated[bool, typer.Option("--force", help="Fetch it anew.")] = False) -> None:
-    """Fetch a data set into the cache and check it."""
-    from comfedl.data.sources import fetch
-
-    folder = fetch(name, progress=True, force=force)
-    typer.echo(f"{name} is ready" + (f" in {folder}" if folder.exists() else " (it comes with scikit-learn)"))
-
-
-@data_app.command("describe")
-def data_describe(
-    config: Annotated[Path, typer.Argument(help="A TOML file with a [data] table.")], set: Changes = None
-) -> None:
-    """Show what each client holds under a config: samples and labels."""
-    from comfedl import tables
-    from comfedl.config import read_data
-
-    _print(tables.clients(read_data(config, set or (), progress=True)))
-
-
-def _print(table: Table) -> None:
-    from rich.console import Console
-
-    # In a pipe there is no width to keep to: a row stays a line.
-    console = Console() if sys.stdout.isatty() else Console(width=200)
-    console.print(table)
+    print_table(lists[what]())
