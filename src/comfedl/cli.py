@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import click
 import typer
 
-from comfedl import __version__
+from comfedl import __version__, ranks
 from comfedl.commands import datasets
 from comfedl.commands.shared import Changes, Force, print_table
-from comfedl.errors import ComfedlError, ConfigError
+from comfedl.errors import ComfedlError, ConfigError, RankLost
 
 app = typer.Typer(
     name="comfedl",
@@ -28,13 +29,17 @@ app.add_typer(datasets.app, name="data")
 
 def main() -> None:
     """Run the command line; an error that is meant for a person is one message and exit code 2."""
+    follows = ranks.rank() > 0  # of torchrun's processes the first one speaks
+    if follows:
+        warnings.simplefilter("ignore")
     try:
         code = app(standalone_mode=False)
-        if code == 130:
+        if code == 130 and not follows:
             typer.echo("interrupted; a run that has written a checkpoint goes on with --resume", err=True)
         sys.exit(code)
     except ComfedlError as error:
-        typer.echo(f"error: {error}", err=True)
+        if not follows or isinstance(error, RankLost):
+            typer.echo(f"error: {error}", err=True)
         sys.exit(2)
     except click.ClickException as error:  # a command or an option that does not exist
         error.show()
@@ -45,7 +50,12 @@ def main() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if ranks.world() > 1 and context.invoked_subcommand not in (None, "run"):
+        raise ConfigError(f"torchrun has started {ranks.world()} processes, but only `comfedl run` can use them.")
     if version:
         typer.echo(__version__)
         raise typer.Exit
@@ -78,6 +88,18 @@ def run(
 
     parsed = read_config(config, set or ())
     folder = out or Path("runs") / config.stem
+    if parsed.engine == "distributed":
+        ranks.check_started()
+    elif ranks.world() > 1:
+        raise ConfigError(
+            f"engine is {parsed.engine!r}, but torchrun has started {ranks.world()} processes; use --set "
+            "engine=distributed, or start one."
+        )
+    if ranks.rank() > 0:
+        run_config(parsed, out=folder)
+        return
+    if ranks.goes_on(folder):
+        force, resume = False, True
     if not resume and os.path.exists(folder / "config.toml") and (folder / "config.toml").samefile(config):
         raise ConfigError(f"{config} lies in the folder that the run would be written to; give another --out.")
     check_free(folder, force, resume)

@@ -20,6 +20,7 @@ from comfedl.data.loading import load
 from comfedl.data.partition import IID, PARTITIONS, Natural, Partition
 from comfedl.data.sources import SOURCES
 from comfedl.engines.choice import WAYS
+from comfedl.engines.group import BACKENDS
 from comfedl.errors import ConfigError
 from comfedl.inputs import check_loop
 from comfedl.result import Result
@@ -94,6 +95,16 @@ class EmbeddedTable(BaseModel):
     workers: int | str = "auto"
 
 
+class DistributedTable(EmbeddedTable):
+    """[distributed]: how the processes speak, and how each runs its clients; see ``Distributed``."""
+
+    backend: str = "auto"
+    timeout_s: float = 300
+
+
+ENGINE_TABLES = {"embedded": EmbeddedTable, "distributed": DistributedTable}
+
+
 class Config(BaseModel):
     """A whole run. ``data.seed`` is the split's own seed; it follows ``seed`` where it is not given."""
 
@@ -109,6 +120,7 @@ class Config(BaseModel):
     save_personal: bool = True
     engine: str = "embedded"
     embedded: EmbeddedTable | None = None
+    distributed: DistributedTable | None = None
     data: DataTable
     model: _Table = _Table(name="logistic")
     algorithm: _Table
@@ -150,13 +162,16 @@ class Config(BaseModel):
         """Build what needs no data, so that a mistake is found before anything is fetched."""
         self.make_algorithm()
         self.data.make_partition()
-        if self.embedded is not None:
-            checks.one_of("embedded.vectorize", self.embedded.vectorize, WAYS)
-            checks.positive("embedded.memory_mb", self.embedded.memory_mb)
-            if self.embedded.workers != "auto":
-                checks.at_least("embedded.workers", self.embedded.workers, 1)
-            if self.engine != "embedded":
-                raise ConfigError(f"There is a table [embedded], but engine is {self.engine!r}; leave one of them out.")
+        for name, table in self._engine_tables().items():
+            checks.one_of(f"{name}.vectorize", table.vectorize, WAYS)
+            checks.positive(f"{name}.memory_mb", table.memory_mb)
+            if table.workers != "auto":
+                checks.at_least(f"{name}.workers", table.workers, 1)
+            if isinstance(table, DistributedTable):
+                checks.one_of(f"{name}.backend", table.backend, BACKENDS)
+                checks.positive(f"{name}.timeout_s", table.timeout_s)
+            if self.engine != name:
+                raise ConfigError(f"There is a table [{name}], but engine is {self.engine!r}; leave one of them out.")
         check_loop(**{name: getattr(self, name) for name in LOOP})
         if self.data.seed is not None:
             checks.at_least("data.seed", self.data.seed, 0)
@@ -164,6 +179,16 @@ class Config(BaseModel):
             check_options("model", self._model_function(), self.model.arguments, given=2)
         except ConfigError as error:
             raise ConfigError(f"The model {self.model.name!r}: {error}") from None
+
+    def _engine_tables(self) -> dict[str, EmbeddedTable]:
+        """The tables that are for an engine, by its name; a config has one at most."""
+        return {name: table for name in ENGINE_TABLES if (table := getattr(self, name)) is not None}
+
+    @property
+    def engine_options(self) -> dict[str, Any] | None:
+        """The engine's own arguments."""
+        table = self._engine_tables().get(self.engine)
+        return None if table is None else table.model_dump()
 
     def resolved(self) -> dict[str, Any]:
         """All values, defaults included, as a config that gives this run again."""
@@ -175,7 +200,7 @@ class Config(BaseModel):
             "data": self.data.resolved(),
             "model": {"name": self.model.name, **defaults(self._model_function(), given=2), **self.model.arguments},
             "algorithm": {"name": self.algorithm.name, **algorithm, **written},
-            **({} if self.embedded is None else {"embedded": self.embedded.model_dump()}),
+            **{name: table.model_dump() for name, table in self._engine_tables().items()},
         }
 
 
@@ -244,7 +269,7 @@ def run_config(
         progress=progress,
         callbacks=callbacks,
         settings=config.resolved(),
-        engine_options=None if config.embedded is None else config.embedded.model_dump(),
+        engine_options=config.engine_options,
     )
 
 
@@ -256,8 +281,8 @@ def _readable(error: ValidationError, table: str = "") -> ConfigError:
     first = error.errors()[0]
     path = [table, *map(str, first["loc"])] if table else [str(part) for part in first["loc"]]
     where = ".".join(path)
-    if first["type"] == "extra_forbidden" and path[0] == "embedded":
-        return unknown("embedded", path[1], EmbeddedTable.model_fields)
+    if first["type"] == "extra_forbidden" and path[0] in ENGINE_TABLES:
+        return unknown(path[0], path[1], ENGINE_TABLES[path[0]].model_fields)
     if first["type"] == "extra_forbidden":
         return unknown("", where, Config.model_fields)
     if first["type"] == "missing" or (len(path) == 1 and path[0] in EXAMPLES):

@@ -26,6 +26,14 @@ class RunFolderError(ComfedlError, OSError):
     """A run folder that cannot be written or read."""
 
 
+class RankError(ComfedlError, RuntimeError):
+    """Another process of a distributed run has failed, or goes another way."""
+
+
+class RankLost(RankError):
+    """Another process of a distributed run cannot be reached."""
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Say what is allowed, the nearest name first: the tail of an "unknown name" message.
 

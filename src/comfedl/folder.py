@@ -12,22 +12,23 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from comfedl import checkpoint
+from comfedl import checkpoint, ranks
 from comfedl.callbacks import Callback
 from comfedl.checkpoint import Snapshot
 from comfedl.errors import ConfigError, DataError, RunFolderError
 from comfedl.files import sweep, write_atomic
 from comfedl.lock import release_lock, take_lock
 from comfedl.metrics import Row
-from comfedl.personal import model_bytes, write_personal
+from comfedl.personal import asked, model_bytes, write_personal
 from comfedl.problem import Model
 from comfedl.records import ClientRows
 from comfedl.result import Result
@@ -37,7 +38,12 @@ from comfedl.step import Diverged
 from comfedl.tree import Tree
 
 # What a run writes. A folder that holds any of these is not free, since they would be replaced.
-FILES = ("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint")
+FILES = (
+    *("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint"),
+    ranks.MARK,
+)
+# What of a config says where a run is computed and not which run it is: another engine may go on with it.
+PLACES = ("engine", "embedded", "distributed")
 RECORDS = ("rounds.jsonl", "clients.jsonl")
 
 # Without ``checkpoint_every``, a checkpoint is written about every so many seconds of work.
@@ -115,7 +121,7 @@ class RunFolder(Callback):
         with readable(self.path):
             self._take_lock()
             written = (self.path / "config.toml").read_text(encoding="utf-8", errors="replace")
-            if written != to_toml(self._settings):
+            if not _same(written, self._settings):
                 raise RunFolderError(
                     f"{self.path} holds a run with another config ({_difference(written, self._settings)})"
                     "; resume it with its own, or start anew with --force."
@@ -148,7 +154,8 @@ class RunFolder(Callback):
             self._check_room()
             if not self._resumed:
                 self._move_aside()
-                write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
+            write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
+            ranks.mark(self.path)
             for name in RECORDS:
                 self._streams[name] = (self.path / name).open("a" if self._resumed else "w", encoding="utf-8")
         self._catch_signals()
@@ -270,8 +277,6 @@ class RunFolder(Callback):
 
     def _catch_signals(self) -> None:
         """On SIGINT and SIGTERM finish the round and write a checkpoint; on the second one stop at once."""
-        if threading.current_thread() is not threading.main_thread():
-            return
 
         def stop(number: int, frame: types.FrameType | None) -> None:
             if self._stop is not None:
@@ -279,8 +284,51 @@ class RunFolder(Callback):
             self._stop = number
             sys.stderr.write("stopping after this round, with a checkpoint; once more stops at once\n")
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, stop)
+        self._handlers = caught(stop)
+
+
+class Follower(Callback):
+    """Stands where the folder does in a process that writes nothing: it takes part in what the folder asks for."""
+
+    def __init__(self, save_personal: bool) -> None:
+        self._personal, self._handlers, self._stopped = save_personal, dict[int, Any](), False
+
+    def started(self) -> None:
+        def stop(number: int, frame: types.FrameType | None) -> None:
+            if self._stopped:
+                raise KeyboardInterrupt
+            self._stopped = True  # the process that writes has the signal too, and says when to stop
+
+        self._handlers = caught(stop)
+
+    def finished(self, result: Result) -> None:
+        for clients in asked(result) if self._personal else ():
+            for _ in result.ask_personal(clients):
+                pass
+        self._release()
+
+    def failed(self, error: BaseException) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+def caught(stop: Callable[[int, types.FrameType | None], None]) -> dict[int, Any]:
+    """Have this called on SIGINT and SIGTERM, where it can be; gives back what was called before."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+def _same(written: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a config as it was written is that of the same run, wherever it was computed."""
+    try:
+        there, here = tomllib.loads(written), tomllib.loads(to_toml(settings))
+    except tomllib.TOMLDecodeError:
+        return False
+    return all(there.get(key) == here.get(key) for key in {*there, *here} - {*PLACES})
 
 
 def _cut(path: Path, size: int, checksum: str) -> hashlib._Hash:

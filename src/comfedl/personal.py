@@ -48,8 +48,9 @@ def write_personal(folder: Path, result: Result) -> None:
     """Write every client's personal model; from one file for all of them the result then reads them."""
     folder.mkdir(exist_ok=True)
     if len(result.names) <= MOST_FILES:
-        for name in result.names:
-            write_atomic(folder / f"{file_name(name)}.safetensors", model_bytes(result.personal_model(name)))
+        for (client,) in asked(result):
+            model = next(iter(result.ask_personal([client])))
+            write_atomic(folder / f"{file_name(result.names[client])}.safetensors", model_bytes(model))
         return
     paths = {name: folder / f".{name}.part" for name in (MODELS, NAMES)}
     try:
@@ -81,12 +82,20 @@ def _write_rows(file: IO[bytes], result: Result) -> None:
     """The models of all clients, in the order of their names."""
     like, count = {**result.params, **result.buffers}, len(result.names)
     rows = TensorFile(file, {name: (part.dtype, (count, *part.shape)) for name, part in like.items()})
-    batch = max(1, min(MOST_FILES, BATCH // tree.nbytes(like)))
-    for start in range(0, count, batch):
-        models = list(result.ask_personal(range(start, min(start + batch, count))))
+    for clients in asked(result):
+        models = list(result.ask_personal(clients))
         for kind in ("params", "buffers"):
             for name in models[0][kind]:
-                rows.write(name, torch.stack([model[kind][name] for model in models]), start)
+                rows.write(name, torch.stack([model[kind][name] for model in models]), clients[0])
+
+
+def asked(result: Result) -> Iterator[range]:
+    """The clients whose models are asked for at a time, when all are written."""
+    count = len(result.names)
+    batch = 1
+    if count > MOST_FILES:
+        batch = max(1, min(MOST_FILES, BATCH // tree.nbytes({**result.params, **result.buffers})))
+    return (range(start, min(start + batch, count)) for start in range(0, count, batch))
 
 
 class PersonalModels(Mapping[str, Params]):

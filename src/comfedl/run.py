@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from comfedl.checkpoint import Snapshot, fingerprint
 from comfedl.data.federated import FederatedData
 from comfedl.engines import make_engine
 from comfedl.errors import ConfigError
-from comfedl.folder import RunFolder
+from comfedl.folder import Follower, RunFolder
 from comfedl.inputs import check_fit, check_kinds, check_loop, make_learner
 from comfedl.losses import LossFunction
 from comfedl.metrics import Row
@@ -69,7 +70,8 @@ def fit(
         eval_every: evaluate the clients after every so many rounds, and after the last.
         eval_clients: how many clients are evaluated, drawn once for the run; None is all of them. The records and the
             objective are then of these clients alone, and say of how many.
-        engine: where the clients live.
+        engine: where the clients live: "embedded", or "distributed" under torchrun, where every process makes this call
+            and the first one alone writes, shows progress and has the callbacks.
         out: a folder to write the run to.
         resume: go on with the run that ``out`` holds, from its last checkpoint: the result is the same, to the bit.
         progress: show a progress bar.
@@ -102,40 +104,45 @@ def fit(
         engine, data, learner, algorithm.steps(), seed, algorithm.client_state(initial), engine_options
     )
 
-    watchers = list(callbacks)
-    if progress:
-        from comfedl.progress import Progress  # rich draws from Python's global generator when it is imported
-
-        watchers.append(Progress(rounds))
-    if out is not None:
-        shown = settings or {
-            "loss": describe(loss),
-            "rounds": rounds,
-            "seed": seed,
-            "clients_per_round": clients_per_round,
-            "eval_every": eval_every,
-            "eval_clients": eval_clients,
-            "checkpoint_every": checkpoint_every,
-            "quorum": quorum,
-            "save_personal": None if save_personal else False,
-            "engine": engine,
-            "algorithm": describe(algorithm),
-        }
-        known = fingerprint(*data.contents(), *frozen.values(), *tree.leaves(initial))
-        folder = RunFolder(Path(out), shown, force, resume, known, checkpoint_every, save_personal)
-        if save_personal and len(data) > personal.MOST_FILES:
-            folder.room = len(data) * tree.nbytes({**initial, "frozen": frozen})
-        watchers.insert(0, folder)
-
-    screen = Screen(initial, clients.names, quorum)
-    run = _Run(algorithm, clients, seed, clients_per_round or len(data), watchers, screen, eval_clients)
-    algorithm.check(len(data), run.participants)
-    state, first_round = algorithm.init(initial, len(data)), 1
+    watchers: list[Callback] = list(callbacks) if clients.leads else []
     try:
-        if resume:
-            saved, run.rows, run.client_rows = folder.load(state, first.device, clients.names)
+        if progress and clients.leads:
+            from comfedl.progress import Progress  # rich draws from Python's global generator when it is imported
+
+            watchers.append(Progress(rounds))
+        folder = None
+        if out is not None and clients.leads:
+            shown = settings or {
+                "loss": describe(loss),
+                "rounds": rounds,
+                "seed": seed,
+                "clients_per_round": clients_per_round,
+                "eval_every": eval_every,
+                "eval_clients": eval_clients,
+                "checkpoint_every": checkpoint_every,
+                "quorum": quorum,
+                "save_personal": None if save_personal else False,
+                "engine": engine,
+                "algorithm": describe(algorithm),
+            }
+            known = fingerprint(*data.contents(), *frozen.values(), *tree.leaves(initial))
+            folder = RunFolder(Path(out), shown, force, resume, known, checkpoint_every, save_personal)
+            if save_personal and len(data) > personal.MOST_FILES:
+                folder.room = len(data) * tree.nbytes({**initial, "frozen": frozen})
+            watchers.insert(0, folder)
+        elif out is not None:
+            watchers.append(Follower(save_personal))
+
+        screen = Screen(initial, clients.names, quorum)
+        run = _Run(algorithm, clients, seed, clients_per_round or len(data), watchers, screen, eval_clients)
+        algorithm.check(len(data), run.participants)
+        state, first_round = algorithm.init(initial, len(data)), 1
+        loaded = clients.share(partial(_load, folder, resume, state, first.device, clients.names))
+        if loaded is not None:
+            saved, run.rows, run.client_rows = loaded
             if saved is not None:
-                state, first_round = saved.state, saved.round + 1
+                state = tree.map(lambda leaf, mate: leaf.to(mate.device), saved.state, state)
+                first_round = saved.round + 1
                 clients.restore(saved.clients())
                 run.traffic = Traffic(**saved.traffic)
                 run.screen.offences = dict(saved.offences)
@@ -164,6 +171,7 @@ def fit(
         )
         for watcher in watchers:
             watcher.finished(result)
+        clients.end(None)
     except BaseException as error:
         if isinstance(error, Diverged):
             error.advice = algorithm.explain(error)
@@ -172,8 +180,16 @@ def fit(
                 watcher.failed(error)
             except Exception as second:  # one that cannot clean up must not keep the others from it
                 error.add_note(f"{type(watcher).__name__} failed as well: {second}")
+        clients.end(error)
         raise
     return result
+
+
+def _load(
+    folder: RunFolder | None, resume: bool, state: State, device: torch.device, names: Sequence[str]
+) -> tuple[Snapshot | None, list[Row], ClientRows] | None:
+    """What there is to go on from."""
+    return folder.load(state, device, names) if folder is not None and resume else None
 
 
 def _with_frozen(params: Params, frozen: Params) -> Params:

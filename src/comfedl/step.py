@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from comfedl import tree
 from comfedl.errors import ComfedlError
 from comfedl.problem import Batch, Learner
 from comfedl.tree import Tree
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ class Engine(ABC):
 
     names: Sequence[str]
     sizes: NDArray[np.int64]
+    leads: bool = True
+    """Whether this process is the one that writes: all others run the same loop and write nothing."""
 
     @abstractmethod
     def run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
@@ -196,3 +200,10 @@ class Engine(ABC):
     @abstractmethod
     def restore(self, states: Mapping[int, Tree]) -> None:
         """Put back what ``states`` gave."""
+
+    def share(self, make: Callable[[], T]) -> T:
+        """What the process that writes makes of this, in all of them."""
+        return make()
+
+    def end(self, error: BaseException | None) -> None:  # noqa: B027 - one process has nobody to tell
+        """The run has ended, well or with this error: the other processes hear of it."""

@@ -8,12 +8,13 @@ from typing import Any
 
 from comfedl import checks
 from comfedl.data.federated import FederatedData
+from comfedl.engines.distributed import Distributed
 from comfedl.engines.embedded import Embedded
 from comfedl.problem import Learner
 from comfedl.step import Engine, Step
 from comfedl.tree import Tree
 
-ENGINES = {"embedded": Embedded}
+ENGINES: dict[str, type[Embedded] | type[Distributed]] = {"embedded": Embedded, "distributed": Distributed}
 
 
 def make_engine(

@@ -1,0 +1,110 @@
+"""The processes of a distributed run and what they say to one another: torch.distributed, with errors to read.
+
+All of a group make the same calls in the same order. Sums are the same to the bit in all of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comfedl.errors import ConfigError, RankLost
+
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+class Group:
+    """All processes that torchrun has started, numbered from 0.
+
+    Args:
+        backend: "gloo", "nccl", or "auto", which is nccl for tensors on a GPU and gloo for all others.
+        timeout_s: how long to wait for another process, in seconds.
+        device: where the tensors are.
+    """
+
+    def __init__(self, backend: str, timeout_s: float, device: torch.device) -> None:
+        if backend == "nccl" and device.type != "cuda":
+            raise ConfigError("backend is 'nccl', but the model is not on a GPU; use 'auto' or 'gloo'.")
+        self._timeout = timeout_s
+        nccl = backend == "nccl" or (backend == "auto" and device.type == "cuda")
+        self._device = device if nccl else torch.device("cpu")  # where tensors are when they travel
+        if not dist.is_initialized():
+            with self._reaching():
+                # Numbers and small messages are on the CPU in any case.
+                dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=timedelta(seconds=timeout_s))
+            atexit.register(self.leave)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of everybody's tensor."""
+        return self._reduced(part, dist.ReduceOp.SUM)
+
+    def largest(self, part: Tensor) -> Tensor:
+        """The largest of everybody's numbers, place by place."""
+        return self._reduced(part, dist.ReduceOp.MAX)
+
+    def _reduced(self, part: Tensor, how: Any) -> Tensor:
+        travels = part.to(self._device if part.is_cuda else "cpu", copy=True)
+        with self._reaching():
+            dist.all_reduce(travels, how)
+        return travels.to(part.device)
+
+    def rows(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Everybody's whole numbers, by rank."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        with self._reaching():
+            dist.all_gather(found, own)
+        return [row.tolist() for row in found]
+
+    def said(self, kind: int, value: int) -> tuple[int, int]:
+        """Two numbers as the first rank has them."""
+        numbers = torch.tensor([kind, value], dtype=torch.int64)
+        with self._reaching():
+            dist.broadcast(numbers, 0)
+        first, second = numbers.tolist()
+        return first, second
+
+    def told(self, value: Any, by: int = 0) -> Any:
+        """Anything, as one rank has it."""
+        box = [value if self.rank == by else None]
+        with self._reaching():
+            dist.broadcast_object_list(box, by)
+        return box[0]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What everybody has, by rank, for all to see."""
+        found: list[Any] = [None] * self.size
+        with self._reaching():
+            dist.all_gather_object(found, value)
+        return found
+
+    def collected(self, value: Any) -> list[Any]:
+        """The same for the first rank alone; the others get nothing."""
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with self._reaching():
+            dist.gather_object(value, found)
+        return found or []
+
+    def leave(self) -> None:
+        """Be of the group no longer: whoever waits for this process hears so at once."""
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            said = str(error).splitlines()[0].rstrip(".")
+            raise RankLost(
+                f"Another process of the run has ended, or has not answered for {self._timeout:g} s ({said}); go on "
+                "from the last checkpoint with the same command and --resume."
+            ) from error
