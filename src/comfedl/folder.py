@@ -10,11 +10,10 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -28,12 +27,13 @@ from comfedl.errors import ConfigError, DataError, RunFolderError
 from comfedl.files import sweep, write_atomic
 from comfedl.lock import release_lock, take_lock
 from comfedl.metrics import Row
-from comfedl.personal import asked, model_bytes, write_personal
+from comfedl.personal import model_bytes, write_personal
 from comfedl.problem import Model
 from comfedl.records import ClientRows
 from comfedl.result import Result
 from comfedl.screen import QuorumError
 from comfedl.settings import to_toml
+from comfedl.signals import caught, let_go
 from comfedl.step import Diverged
 from comfedl.tree import Tree
 
@@ -212,7 +212,7 @@ class RunFolder(Callback):
             if self._begun and not self._done:
                 self._clean(error)
         finally:
-            self._release()
+            self._release(error)
         self._remove_made()
 
     def _clean(self, error: BaseException) -> None:
@@ -268,9 +268,8 @@ class RunFolder(Callback):
         if self._lock is None:
             self._lock = take_lock(self.path)
 
-    def _release(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+    def _release(self, error: BaseException | None = None) -> None:
+        let_go(self._handlers, error)
         self._handlers = {}
         release_lock(self.path, self._lock)
         self._lock = None
@@ -285,41 +284,6 @@ class RunFolder(Callback):
             sys.stderr.write("stopping after this round, with a checkpoint; once more stops at once\n")
 
         self._handlers = caught(stop)
-
-
-class Follower(Callback):
-    """Stands where the folder does in a process that writes nothing: it takes part in what the folder asks for."""
-
-    def __init__(self, save_personal: bool) -> None:
-        self._personal, self._handlers, self._stopped = save_personal, dict[int, Any](), False
-
-    def started(self) -> None:
-        def stop(number: int, frame: types.FrameType | None) -> None:
-            if self._stopped:
-                raise KeyboardInterrupt
-            self._stopped = True  # the process that writes has the signal too, and says when to stop
-
-        self._handlers = caught(stop)
-
-    def finished(self, result: Result) -> None:
-        for clients in asked(result) if self._personal else ():
-            for _ in result.ask_personal(clients):
-                pass
-        self._release()
-
-    def failed(self, error: BaseException) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-
-def caught(stop: Callable[[int, types.FrameType | None], None]) -> dict[int, Any]:
-    """Have this called on SIGINT and SIGTERM, where it can be; gives back what was called before."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 def _same(written: str, settings: Mapping[str, Any]) -> bool:

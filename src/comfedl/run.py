@@ -21,7 +21,8 @@ from comfedl.checkpoint import Snapshot, fingerprint
 from comfedl.data.federated import FederatedData
 from comfedl.engines import make_engine
 from comfedl.errors import ConfigError
-from comfedl.folder import Follower, RunFolder
+from comfedl.folder import RunFolder
+from comfedl.follower import Follower
 from comfedl.inputs import check_fit, check_kinds, check_loop, make_learner
 from comfedl.losses import LossFunction
 from comfedl.metrics import Row
