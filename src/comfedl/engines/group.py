@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import re
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -37,8 +40,14 @@ class Group:
         self._device = device if nccl else torch.device("cpu")  # where tensors are when they travel
         if not dist.is_initialized():
             with self._reaching():
-                # Numbers and small messages are on the CPU in any case.
-                dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=timedelta(seconds=timeout_s))
+                store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if nccl else "gloo",  # numbers and small messages are on the CPU in any case
+                    timeout=timedelta(seconds=timeout_s),
+                    store=dist.PrefixStore(_met(store, rank, size, timeout_s), store),
+                    rank=rank,
+                    world_size=size,
+                )
             atexit.register(self.leave)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
@@ -103,8 +112,34 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            said = str(error).splitlines()[0].rstrip(".")
+            said = re.sub(r"\[/\S*\] ", "", str(error)).partition(". ")[0].partition("\n")[0].rstrip(".")
             raise RankLost(
                 f"Another process of the run has ended, or has not answered for {self._timeout:g} s ({said}); go on "
                 "from the last checkpoint with the same command and --resume."
             ) from error
+
+
+def _met(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
+    """A word that all processes of this start have, and those of an earlier one have not had.
+
+    Torchrun keeps its store when it starts processes anew, with the addresses of the dead in it, and processes on
+    different hosts do not count the starts alike. So each process asks under a word of its own, and the first answers
+    until all have heard it.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"comfedl/asks/{rank}", own)
+        word = store.get(f"comfedl/answer/{own}").decode()
+        store.set(f"comfedl/heard/{word}/{rank}", "")
+        return word
+    waits, deadline = {*range(1, size)}, time.monotonic() + timeout_s
+    while waits:
+        for other in sorted(waits):
+            if store.check([f"comfedl/asks/{other}"]):
+                store.set(f"comfedl/answer/{store.get(f'comfedl/asks/{other}').decode()}", own)
+            if store.check([f"comfedl/heard/{own}/{other}"]):
+                waits.remove(other)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank {min(waits)} has not come")
+        time.sleep(0.01)
+    return own
