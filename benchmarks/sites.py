@@ -3,11 +3,11 @@
     python -m benchmarks.sites [--server-mbit 1000] [--up-mbit 20] [--down-mbit 100] [--train-s 10] [--spread 0.5] ...
 
 Measured here: the bytes of each method (from ``Result.traffic`` of short runs on the four-layer CNN), and how long a
-server takes to read, check and add up replies. Assumed, and named in the output: the links, and the time that sites train. The
-time of a round is then simulated, without any network: the server's link sends to one site after another, each site
-receives at its own speed, trains for a time drawn from a log-normal law, and sends; the link and one core take the
-replies in the order in which they come. With a middle layer each of its aggregators does this with its share of the
-sites and its own link, and sends one sum to the server. ``sites.json`` and ``sites.md`` get the results.
+server takes to read, check and add up replies. Assumed, and named in the output: the links, and the time that sites
+train. The time of a round is then simulated, without any network: the server's link sends to one site after another,
+each site receives at its own speed, trains for a time drawn from a log-normal law, and sends; the link and one core
+take the replies in the order in which they come. With a middle layer each of its aggregators does this with its share
+of the sites and its own link, and sends one sum to the server. ``sites.json`` and ``sites.md`` get the results.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ import comfedl as cf
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is run from the root and is not installed
 
+from benchmarks import sites  # noqa: E402
 from benchmarks.peers import driver, loops, report, venvs  # noqa: E402
 from benchmarks.peers.__main__ import arguments  # noqa: E402
 from benchmarks.peers.ours import First, Stop, federated, method  # noqa: E402
@@ -188,3 +190,28 @@ def test_what_cannot_be_used_is_refused(given: list[str], told: str, capsys: pyt
     with pytest.raises(SystemExit) as end:
         arguments(given)
     assert end.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_simulated_round_of_many_sites() -> None:
+    calm = sites.World(server_mbit=1000, up_mbit=20, down_mbit=100, train_s=10, spread=0, latency_s=0)
+
+    def flat(count: int, size: int) -> float:
+        return sites.seconds(calm, count, size, 0.0, np.random.default_rng(0))[0]
+
+    # One site: there at its own speed, trained, back at its own speed and once through the server's link.
+    assert flat(1, 10**6) == pytest.approx(8 / 100 + 10 + 8 / 20 + 8 / 1000)
+    # Very many: the server's link sends one after another, and what comes back overlaps with that.
+    assert flat(1000, 10**7) == pytest.approx(1000 * 80 / 1000 + 80 / 100 - 80 / 1000 + 10 + 80 / 20 + 80 / 1000)
+    groups = sites.layered(calm, 1000, 10**7, 0.0, 20, np.random.default_rng(0))
+    assert flat(50, 10**7) < groups < flat(50, 10**7) + 2 * 20 * 80 / 1000 < flat(1000, 10**7)
+    # Where reading the replies takes longer than the link, that is what counts.
+    slow = sites.seconds(calm, 1000, 10**6, 1e-6, np.random.default_rng(0))[0]
+    assert slow == pytest.approx(8 / 100 + 10 + 8 / 20 + 1000 * 1.0)
+
+
+def test_the_ledger_counts_what_a_method_sends() -> None:
+    sent = sites.ledger(clients=2, rounds=1)
+    model = sum(part.numel() * 4 for part in cf.models.build("cnn4", (3, 32, 32), 10, 0).parameters())
+    assert sent["FedAvg"] == sent["Ditto"] == {"down": model, "up": model}
+    assert sent["ComFedL, KL"]["up"] == model + 4  # a loss
+    assert sent["DRFA"]["down"] > 2 * model  # it asks a second time, for losses

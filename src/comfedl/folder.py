@@ -281,6 +281,8 @@ class RunFolder(Callback):
             if self._stop is not None:
                 raise KeyboardInterrupt
             self._stop = number
+            if not self._handlers:  # the run is over: another process has died
+                return
             sys.stderr.write("stopping after this round, with a checkpoint; once more stops at once\n")
 
         self._handlers = caught(stop)

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import comfedl as cf
+from comfedl import ranks as started
 from comfedl.callbacks import Callback
 from comfedl.config import parse_config, read_config, run_config
 from comfedl.engines.distributed import shares
@@ -453,11 +454,16 @@ def assert_same_run(one: Path, other: Path, bound: float) -> None:
 
 def test_a_rank_is_killed_and_the_run_goes_on(here: Path) -> None:
     ended = subprocess.run(
-        torchrun(2, *command("killed")), env=environment(DIES="1", DIES_AT="13"), capture_output=True, text=True, timeout=500
+        torchrun(2, *command("killed")),
+        env=environment(DIES="1", DIES_AT="13"),
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert ended.returncode != 0
     told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(told) == 1 and "Another process of the run has ended" in told[0] and "--resume" in told[0]
+    assert "third_party" not in told[0] and "stopping after this round" not in ended.stderr.partition("error: ")[2]
     assert "Traceback" not in ended.stderr.partition("error: ")[0]
     assert not (here / "killed" / "model.safetensors").exists()
     assert sorted((here / "killed" / "checkpoint").iterdir())
@@ -466,9 +472,11 @@ def test_a_rank_is_killed_and_the_run_goes_on(here: Path) -> None:
         again = subprocess.run(torchrun(ranks, *command(f"by-{ranks}", "--resume")), env=environment(), timeout=500)
         assert again.returncode == 0
         assert_same_run(here / f"by-{ranks}", here / "embedded", 1e-6)
-    # Torchrun's own restarts come to the same bits as somebody who resumes by hand, also where the first rank has died.
+    # Torchrun's own restarts come to the same bits as one who resumes by hand, also where the first rank has died.
     dying = environment(DIES="0", DIES_AT="13")
-    restarted = subprocess.run(torchrun(2, *command("restarted"), options=("--max-restarts=1",)), env=dying, timeout=500)
+    restarted = subprocess.run(
+        torchrun(2, *command("restarted"), options=("--max-restarts=1",)), env=dying, timeout=500
+    )
     assert restarted.returncode == 0
     assert_same_run(here / "restarted", here / "by-2", 0.0)
     # And another engine may go on too.
@@ -477,6 +485,25 @@ def test_a_rank_is_killed_and_the_run_goes_on(here: Path) -> None:
     assert 'engine = "embedded"' in (here / "killed" / "config.toml").read_text()
     pids = [int(path.name[4:]) for path in here.glob("pid-*")]
     assert len(pids) >= 10 and all(gone(pid) for pid in pids if pid != os.getpid())
+
+
+def test_which_call_of_torchrun_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def goes_on(name: str, starts: str, parent: int) -> bool:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", starts)
+        monkeypatch.setattr(os, "getppid", lambda: parent)
+        return started.goes_on(tmp_path)
+
+    assert not goes_on("one", "1", 1)  # nothing has begun here
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    started.mark(tmp_path)
+    assert goes_on("one", "1", 1)
+    assert goes_on("one", "1", os.getpid())  # on another host, which has counted
+    assert goes_on("one", "0", 1)  # a rank has died on another host: torchrun has not counted it here
+    assert not goes_on("one", "0", os.getpid())  # another call that was given the same name
+    assert not goes_on("two", "1", 1)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert not started.goes_on(tmp_path)
 
 
 def test_a_signal_to_torchrun_ends_the_round_and_keeps_it(here: Path) -> None:

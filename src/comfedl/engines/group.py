@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from comfedl.errors import ConfigError, RankLost
 
@@ -40,11 +42,11 @@ class Group:
         self._device = device if nccl else torch.device("cpu")  # where tensors are when they travel
         if not dist.is_initialized():
             with self._reaching():
-                store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+                store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if nccl else "gloo",  # numbers and small messages are on the CPU in any case
                     timeout=timedelta(seconds=timeout_s),
-                    store=dist.PrefixStore(_met(store, rank, size, timeout_s), store),
+                    store=PrefixStore(_met(store, rank, size, timeout_s), store),
                     rank=rank,
                     world_size=size,
                 )
@@ -114,12 +116,12 @@ class Group:
         except RuntimeError as error:
             said = re.sub(r"\[/\S*\] ", "", str(error)).partition(". ")[0].partition("\n")[0].rstrip(".")
             raise RankLost(
-                f"Another process of the run has ended, or has not answered for {self._timeout:g} s ({said}); go on "
-                "from the last checkpoint with the same command and --resume."
+                f"Another process of the run has ended, or has not answered for {self._timeout:g} s ({said}); if the "
+                "run has written a checkpoint, go on from it with the same command and --resume."
             ) from error
 
 
-def _met(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
+def _met(store: Any, rank: int, size: int, timeout_s: float) -> str:
     """A word that all processes of this start have, and those of an earlier one have not had.
 
     Torchrun keeps its store when it starts processes anew, with the addresses of the dead in it, and processes on
@@ -129,7 +131,7 @@ def _met(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
     own = uuid.uuid4().hex
     if rank > 0:
         store.set(f"comfedl/asks/{rank}", own)
-        word = store.get(f"comfedl/answer/{own}").decode()
+        word = str(store.get(f"comfedl/answer/{own}"), "ascii")
         store.set(f"comfedl/heard/{word}/{rank}", "")
         return word
     waits, deadline = {*range(1, size)}, time.monotonic() + timeout_s
