@@ -248,6 +248,7 @@ def test_clients_are_shared_out_by_their_samples() -> None:
         assert loads.min() > 0 and loads.max() - loads.min() <= sizes.max()
         assert (owner == shares(sizes, count)).all()
     assert sorted(shares(np.array([100, 1, 1]), 3).tolist()) == [0, 1, 2]
+    assert shares(np.array([100] * 10 + [1000]), 2).tolist() == [1] * 10 + [0]
 
 
 # Errors come to all ranks.
