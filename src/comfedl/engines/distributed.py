@@ -138,9 +138,8 @@ class Distributed(Engine):
         if error is None:
             self._meet(END)
             return
-        short = isinstance(
-            error, QuorumError
-        )  # it comes to all ranks, and the one that leads then saves the last round
+        # Too few replies come to all ranks, and the one that leads then saves the last round.
+        short = isinstance(error, QuorumError)
         with contextlib.suppress(Exception):
             if self.leads and (short or (self._waiting and not isinstance(error, RankError))):
                 self._group.said(FAILED, 0)

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from comfedl.errors import ConfigError, RankLost
 
@@ -40,18 +38,22 @@ class Group:
         self._timeout = timeout_s
         nccl = backend == "nccl" or (backend == "auto" and device.type == "cuda")
         self._device = device if nccl else torch.device("cpu")  # where tensors are when they travel
+        if not dist.is_available():
+            raise ConfigError("This torch was built without torch.distributed; install another, or use 'embedded'.")
         if not dist.is_initialized():
-            with self._reaching():
-                store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-                dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if nccl else "gloo",  # numbers and small messages are on the CPU in any case
-                    timeout=timedelta(seconds=timeout_s),
-                    store=PrefixStore(_met(store, rank, size, timeout_s), store),
-                    rank=rank,
-                    world_size=size,
-                )
+            self._begin("cpu:gloo,cuda:nccl" if nccl else "gloo")  # numbers are on the CPU in any case
             atexit.register(self.leave)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def _begin(self, backend: str) -> None:
+        from torch.distributed.distributed_c10d import PrefixStore  # a torch may be built without
+        from torch.distributed.rendezvous import rendezvous
+
+        timeout = timedelta(seconds=self._timeout)
+        with self._reaching():
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
+            store = PrefixStore(_met(store, rank, size, self._timeout), store)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of everybody's tensor."""
