@@ -39,7 +39,7 @@ class Gathered(Sequence[Batch]):
     def __init__(self, split: Split, places: Sizes) -> None:
         self._split, self._shape = split, places.shape[1:]
         rows = split.rows_of(places)
-        self._rows = rows.view(len(places), -1).unbind()
+        self._rows = rows.view(len(places), int(np.prod(self._shape))).unbind()
         # Labels are small: those of all steps are gathered at once.
         self._labels = split.y.index_select(0, rows).view(places.shape).unbind() if split.y.ndim == 1 else None
         self._latest: tuple[int, Batch] | None = None
