@@ -10,6 +10,7 @@ from typing import Any
 from comfedl import checks
 from comfedl.config import Config, parse_config, read_settings, with_changes, with_value
 from comfedl.errors import ConfigError
+from comfedl.metrics import smaller_is_better
 from comfedl.settings import to_toml
 from comfedl.tuning.paper import paper_grid
 from comfedl.tuning.space import EXAMPLE, Choices, Space, check_space, points, read_space
@@ -37,9 +38,9 @@ class Plan:
 
     @property
     def minimise(self) -> bool:
-        """Whether less is better: losses, and the spread over clients."""
+        """Whether less is better: losses and errors, and the spread over clients."""
         _, name, statistic = self.metric.split(".")
-        return name.endswith("loss") or statistic == "std"
+        return smaller_is_better(name) or statistic == "std"
 
     @property
     def steps(self) -> int:
