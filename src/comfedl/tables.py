@@ -57,6 +57,7 @@ def datasets() -> Table:
         here = "not needed" if not source.files else "yes" if is_cached(name) else f"no: {source.download}"
         shape = "x".join(str(size) for size in source.shape)
         table.add_row(name, source.summary, samples, shape, str(source.classes), here)
+    table.caption = 'Your own: "csv", "folder", or "module:function" of yours; see docs/how-to-own-data.md.'
     return table
 
 
@@ -80,11 +81,19 @@ def models() -> Table:
 
 def clients(fed: FederatedData) -> Table:
     """What each client holds."""
-    table = _table(repr(fed), "client", "train", "validation", "test", "labels in train (label:count)")
+    numbers = fed.train.y.is_floating_point()
+    held = "y in train (mean, from, to)" if numbers else "labels in train (label:count)"
+    table = _table(repr(fed), "client", "train", "validation", "test", held)
+    names = () if fed.encoding is None else fed.encoding.classes
     for i, name in enumerate(fed.names):
         sizes = ["-" if split is None else str(split.sizes[i]) for split in (fed.train, fed.validation, fed.test)]
-        labels, counts = np.unique(fed.train.whole(i)[1].numpy(), return_counts=True)
-        table.add_row(escape(name), *sizes, "  ".join(f"{label}:{n}" for label, n in zip(labels, counts, strict=True)))
+        y = fed.train.whole(i)[1].numpy()
+        if numbers:
+            told = f"{y.mean():.4g}, {y.min():.4g}, {y.max():.4g}" if y.size else ""
+        else:
+            pairs = zip(*np.unique(y, return_counts=True), strict=True)
+            told = "  ".join(f"{names[label] if names else label}:{n}" for label, n in pairs)
+        table.add_row(escape(name), *sizes, escape(told))
     return table
 
 
