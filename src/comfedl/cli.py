@@ -12,7 +12,7 @@ import click
 import typer
 
 from comfedl import __version__, ranks
-from comfedl.commands import datasets
+from comfedl.commands import after, datasets
 from comfedl.commands.shared import Changes, Force, print_table
 from comfedl.errors import ComfedlError, ConfigError, RankLost
 
@@ -25,6 +25,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(datasets.app, name="data")
+for command in (after.predict, after.evaluate, after.personalise):
+    app.command()(command)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from comfedl.data.loading import load
 from comfedl.data.own import Shares, from_csv
 from comfedl.data.partition import IID, PARTITIONS, Natural, Partition
 from comfedl.data.sources import SOURCES
+from comfedl.data.tabular import Encoding
 from comfedl.errors import ConfigError
 from comfedl.losses import REGRESSIONS
 from comfedl.settings import describe
@@ -136,6 +137,15 @@ class DataTable(NamedTable):
         if not isinstance(fed, FederatedData):
             raise ConfigError(f"data.name is {self.name!r}, which gave {type(fed).__name__}, not a FederatedData.")
         return fed
+
+    def form(self, seed: int, loss: str, encoding: Encoding | None) -> tuple[tuple[int, ...], int]:
+        """One sample's shape and how many outputs a model needs; the data are only made where nothing else says it."""
+        if not self._own and loss == "cross_entropy":
+            return SOURCES[self.name].shape, SOURCES[self.name].classes
+        if encoding is not None and encoding.columns:
+            return encoding.shape, len(encoding.classes) if loss == "cross_entropy" else 1
+        fed = self.make_data(seed, loss=loss)
+        return tuple(fed.train.x.shape[1:]), self.outputs(fed, loss)
 
     def outputs(self, fed: FederatedData, loss: str) -> int:
         """How many outputs a model needs: one for each class, or for each number of y."""

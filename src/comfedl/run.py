@@ -130,6 +130,7 @@ def fit(
             folder = RunFolder(Path(out), shown, force, resume, known, checkpoint_every, save_personal)
             if save_personal and len(data) > personal.MOST_FILES:
                 folder.room = len(data) * tree.nbytes({**initial, "frozen": frozen})
+            folder.encoding = fed.encoding
             watchers.insert(0, folder)
         elif out is not None:
             watchers.append(Follower(save_personal))
@@ -169,6 +170,7 @@ def fit(
             seconds=time.perf_counter() - started,
             names=clients.names,
             ask_personal=run.personal_models(rounds, final, frozen),
+            module=model if isinstance(model, nn.Module) else None,
         )
         for watcher in watchers:
             watcher.finished(result)

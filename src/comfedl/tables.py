@@ -10,6 +10,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from comfedl.after import Personalised, Scores
 from comfedl.algorithms import ALGORITHMS
 from comfedl.algorithms.base import Algorithm
 from comfedl.compare import Cell, Comparison
@@ -184,3 +185,27 @@ def show_trials(tuned: Tuned, most: int = 30) -> Table:
 
 def _short(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def show_scores(scores: Scores) -> Table:
+    """Each client's scores, and their summary over the clients."""
+    keys = list(dict.fromkeys(key for row in scores.rows for key in row if key not in ("client", "samples")))
+    table = _table(f"On {scores.split}", "client", "samples", *(key.replace("personal_", "personal ") for key in keys))
+    for row in scores.rows:
+        numbers = (row.get(key) for key in keys)
+        cells = ("-" if number is None else _number(float(number)) for number in numbers)
+        table.add_row(escape(str(row["client"])), str(row["samples"]), *cells)
+    table.add_section()
+    total = str(sum(int(row["samples"] or 0) for row in scores.rows))
+    for statistic, told in (("mean", "average client"), ("worst", "worst client")):
+        table.add_row(told, total, *(_number(scores.summary[f"{key}.{statistic}"]) for key in keys))
+    return table
+
+
+def show_personalised(found: Personalised) -> Table:
+    """What adapting to a new client gave."""
+    title = f"On {found.held_out} rows that were held out; {found.adapted_on} rows, {found.steps} steps of {found.lr:g}"
+    table = _table(title, "", "global model", "adapted")
+    for key, number in found.before.items():
+        table.add_row(key, _number(number), _number(found.after[key]))
+    return table

@@ -305,7 +305,8 @@ class Encoding:
         columns = tuple(Column(**{**column, "categories": tuple(column["categories"])}) for column in values["columns"])
         image = values["image"] and (str(values["image"][0]), int(values["image"][1]), int(values["image"][2]))
         lists = {"columns": columns, "classes": tuple(values["classes"]), "shape": tuple(values["shape"])}
-        return cls(**{**values, **lists, "image": image})
+        known = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
+        return cls(**{**known, **lists, "image": image})
 
 
 def learn(
