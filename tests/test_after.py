@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 
 import comfedl as cf
 from comfedl.after import evaluate, personalise, predict
+from comfedl.cli import main
 from comfedl.config import parse_config, run_config
 from comfedl.data.own import Shares
 from comfedl.data.tabular import read_csv
@@ -255,34 +255,49 @@ def test_bad_values_leave_nothing(here: Path) -> None:
         ({"lr": 0.0}, "lr is 0.0"),
         ({"steps": 0}, "steps is 0"),
         ({"held_out": 1.0}, "held_out is 1.0"),
-        ({"lr": 1e38, "steps": 30}, "left the finite numbers"),
         ({"data": Path("one.csv")}, "too few to hold some out"),
     ):
         with pytest.raises(cf.ComfedlError, match=said):
             personalise(run, **{"data": Path("west.csv"), "out": Path("x.safetensors"), **arguments})
+    _, run = trained(
+        "mse", "numbers", data={**TABLE, "target": "days", "drop": ["outcome"]}, algorithm={"name": "fedavg"}
+    )
+    with pytest.raises(cf.DataError, match="left the finite numbers"):
+        personalise(run, Path("west.csv"), Path("x.safetensors"), steps=30, lr=1e20)
     assert not Path("x.safetensors").exists()
 
 
 # From the command line.
 
 
-def comfedl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "comfedl", *arguments], capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def comfedl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs a command in this process; gives its exit code and what it said."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["comfedl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return int(ended.value.code or 0), told.out + told.err
+
+    return run
 
 
-def test_the_commands(here: Path) -> None:
+def test_the_commands(here: Path, comfedl: Callable[..., tuple[int, str]]) -> None:
     _, run = trained()
-    done = comfedl("predict", "run", "west.csv", "--client", "north", "--out", "p.csv")
-    assert done.returncode == 0 and "40 predictions" in done.stdout
+    code, said = comfedl("predict", "run", "west.csv", "--client", "north", "--out", "p.csv")
+    assert code == 0 and "40 predictions" in said
     assert Path("p.csv").read_text() == predict(run, Path("west.csv"), client="north")
-    again = comfedl("predict", "run", "west.csv", "--out", "p.csv")
-    assert again.returncode == 2 and "p.csv exists" in again.stderr
-    done = comfedl("evaluate", "run", "--out", "scores.csv")
-    assert done.returncode == 0 and "worst client" in done.stdout and "north" in done.stdout
+    code, said = comfedl("predict", "run", "west.csv", "--out", "p.csv")
+    assert code == 2 and "p.csv exists" in said
+    code, said = comfedl("evaluate", "run", "--out", "scores.csv")
+    assert code == 0 and "worst client" in said and "north" in said
     assert {row["client"] for row in rows_of(Path("scores.csv").read_text())} == {"north", "south", "east"}
-    done = comfedl("personalise", "run", "--data", "west.csv", "--steps", "20")
-    assert done.returncode == 0 and "held out" in done.stdout and Path("west.safetensors").exists()
-    assert "Traceback" not in comfedl("predict", "run", "nowhere.csv").stderr
+    code, said = comfedl("personalise", "run", "--data", "west.csv", "--steps", "20")
+    assert code == 0 and "held out" in said and Path("west.safetensors").exists()
+    code, said = comfedl("predict", "run", "nowhere.csv")
+    assert code == 2 and said == "error: There is no file nowhere.csv; check the name.\n"
 
 
 def test_how_rows_became_numbers_is_kept(here: Path) -> None:
