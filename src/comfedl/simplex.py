@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-6  # losses are computed in float32
 MANY = 16_384  # for more values than this, sorting them all takes too long
 
 
@@ -54,11 +55,12 @@ def effective_gamma(values: Tensor, clients: float) -> float:
     With b = 1 / gamma, ``log sum_i r_i^2`` has the slope ``2 (E_{2b}[values] - E_b[values]) >= 0`` in b, where E_b is
     the mean under the softmax at b: the number falls from n at b = 0 to that of the clients that share the largest
     value, so bisection finds it. What cannot be had is the nearest that can: infinity (plain averaging) for n or more,
-    and 0 for as many as share the largest value, or fewer.
+    and 0 for as many as share the largest value, or fewer. Values that differ by rounding alone are equal: else the
+    rounding of the first losses, which often are all the same, would choose the clients.
     """
     below = values.double() - values.double().max()
     spread = -float(below.min())
-    if clients >= len(values) or spread == 0:
+    if clients >= len(values) or spread <= ROUNDING * float(values.abs().max()):
         return math.inf
     if clients <= int((below == 0).sum()):
         return 0.0

@@ -10,6 +10,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from comfedl.advise import Advice
 from comfedl.after import Personalised, Scores
 from comfedl.algorithms import ALGORITHMS
 from comfedl.algorithms.base import Algorithm
@@ -208,4 +209,39 @@ def show_personalised(found: Personalised) -> Table:
     table = _table(title, "", "global model", "adapted")
     for key, number in found.before.items():
         table.add_row(key, _number(number), _number(found.after[key]))
+    return table
+
+
+def show_advice(advice: Advice) -> Table:
+    """What each gamma would do."""
+    some = f" of {advice.participants} in a round" if advice.participants < len(advice.names) else ""
+    title = f"After {advice.warmup} rounds of plain averaging, {len(advice.names)} clients"
+    table = _table(
+        title, "gamma", f"effective clients{some}", "noise", "heaviest client", "its weight", "weighted loss"
+    )
+    for option in advice.options:
+        heaviest = int(option.weights.argmax())
+        own = " (config)" if option.gamma == advice.chosen else ""
+        times = len(advice.names) * option.weights[heaviest]
+        table.add_row(
+            f"{option.gamma:.4g}{own}",
+            f"{option.effective:.2f}",
+            f"x {option.noise:.2f}",
+            escape(advice.names[heaviest]),
+            f"{times:.2f} x uniform",
+            _number(option.loss),
+        )
+    return table
+
+
+def show_weights(advice: Advice, most: int = 10) -> Table:
+    """What the clients with the largest losses would weigh, times uniform."""
+    order = np.argsort(-advice.losses, kind="stable")
+    title = "Weights, times uniform, at each gamma"
+    table = _table(title, "client", "loss", *(f"{option.gamma:.4g}" for option in advice.options))
+    for i in order[:most]:
+        weights = (f"{len(order) * option.weights[i]:.2f}" for option in advice.options)
+        table.add_row(escape(advice.names[int(i)]), _number(float(advice.losses[i])), *weights)
+    if len(order) > most:
+        table.caption = f"and {len(order) - most} clients with smaller losses"
     return table
