@@ -14,6 +14,7 @@ import typer
 from comfedl import __version__, ranks
 from comfedl.commands import after, datasets
 from comfedl.commands.advise import advise
+from comfedl.commands.init import init
 from comfedl.commands.shared import Changes, Force, print_table
 from comfedl.errors import ComfedlError, ConfigError, RankLost
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(datasets.app, name="data")
-for command in (advise, after.predict, after.evaluate, after.personalise):
+for command in (init, advise, after.predict, after.evaluate, after.personalise):
     app.command()(command)
 
 
