@@ -12,8 +12,11 @@ import pytest
 
 import comfedl as cf
 from comfedl import tables
+from comfedl.compare import run_comparison
 from comfedl.config import parse_config, read_data, run_config
 from comfedl.settings import to_toml
+from comfedl.tuning.plan import make_plan
+from comfedl.tuning.tune import tune as search
 
 METHOD = {"name": "comfedl", "lr": 0.2, "outer": {"name": "kl", "gamma": 0.5}}
 
@@ -158,3 +161,30 @@ def test_what_each_client_holds_is_shown(patients: pd.DataFrame) -> None:
     Path("config.toml").write_text(to_toml(settings(loss="mse", data={"target": "days", "drop": ["outcome"]})))
     table = tables.clients(read_data(Path("config.toml")))
     assert "mean" in str(table.columns[-1].header)
+
+
+def test_a_search_makes_errors_small(patients: pd.DataFrame) -> None:
+    base = settings(loss="mse", data={"target": "days", "drop": ["outcome"]}, tune={"algorithm.lr": [1e-9, 0.1]})
+    Path("mine.toml").write_text(to_toml(base))
+    plan = make_plan(Path("mine.toml"), sampler="grid")
+    assert plan.metric == "validation.rmse.worst" and plan.minimise
+    tuned = search(plan, Path("study"), jobs=1)
+    assert tuned.trials[0].params["algorithm.lr"] == 0.1 and tuned.trials[0].value < tuned.trials[1].value
+    for metric, small in (("r2", False), ("auc", False), ("personal_mae", True), ("loss", True), ("accuracy", False)):
+        assert make_plan(Path("mine.toml"), metric=f"validation.{metric}.mean").minimise == small
+    labels = settings(tune={"algorithm.lr": [0.1]})
+    Path("labels.toml").write_text(to_toml(labels))
+    assert make_plan(Path("labels.toml")).metric == "validation.accuracy.worst"
+
+
+def test_a_comparison_marks_the_smallest_error(patients: pd.DataFrame) -> None:
+    data = {"target": "days", "drop": ["outcome"]}
+    slow = parse_config(settings(loss="mse", data=data, algorithm={"name": "fedavg", "lr": 1e-9}))
+    quick = parse_config(settings(loss="mse", data=data, algorithm={"name": "fedavg", "lr": 0.1}))
+    found = run_comparison({"slow": slow, "quick": quick}, 2, "validation", Path("compared"), progress=False)
+    assert found.metric == "rmse"
+    for cells in found.columns().values():
+        assert cells["quick"].best and cells["quick"].mean < cells["slow"].mean
+    other = parse_config(settings(loss="mae", data=data, algorithm={"name": "fedavg", "lr": 0.1}))
+    with pytest.raises(cf.ConfigError, match="differ in loss"):
+        run_comparison({"a": quick, "b": other}, 1, "validation", Path("no"), progress=False)

@@ -197,16 +197,14 @@ def show_scores(scores: Scores) -> Table:
         cells = ("-" if number is None else _number(float(number)) for number in numbers)
         table.add_row(escape(str(row["client"])), str(row["samples"]), *cells)
     table.add_section()
-    total = str(sum(int(row["samples"] or 0) for row in scores.rows))
     for statistic, told in (("mean", "average client"), ("worst", "worst client")):
-        table.add_row(told, total, *(_number(scores.summary[f"{key}.{statistic}"]) for key in keys))
+        table.add_row(told, "", *(_number(scores.summary[f"{key}.{statistic}"]) for key in keys))
     return table
 
 
 def show_personalised(found: Personalised) -> Table:
     """What adapting to a new client gave."""
-    title = f"On {found.held_out} rows that were held out; {found.adapted_on} rows, {found.steps} steps of {found.lr:g}"
-    table = _table(title, "", "global model", "adapted")
+    table = _table(f"On {found.held_out} rows held out", "", "global model", "adapted")
     for key, number in found.before.items():
         table.add_row(key, _number(number), _number(found.after[key]))
     return table

@@ -81,6 +81,7 @@ def personalise(
     _check_free(target, force)
     with readable(target):
         found = personalised(load_run(run), data, target, steps, lr, held_out, seed)
+    typer.echo(f"Adapted by {found.steps} steps of size {found.lr:g} on {found.adapted_on} rows.")
     print_table(show_personalised(found))
     if found.after["loss"] > found.before["loss"]:
         typer.echo("Adapting made it worse on the rows held out: use the global model, or a smaller --lr.")
