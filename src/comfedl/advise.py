@@ -118,7 +118,6 @@ def _losses(config: Config, algorithm: Algorithm, warmup: int) -> tuple[Sequence
             config.loss,
             config.clients_per_round,
             eval_every=warmup,
-            engine=config.engine,
             eval_clients=1,
             engine_options=None if config.embedded is None else config.embedded.model_dump(),
         )
