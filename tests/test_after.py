@@ -267,6 +267,38 @@ def test_bad_values_leave_nothing(here: Path) -> None:
     assert not Path("x.safetensors").exists()
 
 
+def test_arrays_and_images_of_a_new_client(here: Path) -> None:
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for site, shade in (("a", 60), ("b", 90), ("new", 200)):
+        for place, label in enumerate(("cat", "dog")):
+            folder = here / ("sites" if site != "new" else "") / site / label
+            folder.mkdir(parents=True)
+            for i in range(12):
+                pixels = rng.integers(0, shade, (4, 4, 3)) + place * 50
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+    _, run = trained(data={"name": "folder", "path": "sites"})
+    found = personalise(run, Path("new"), Path("new.safetensors"), steps=30, lr=0.5)
+    assert found.adapted_on + found.held_out == 24 and found.after["loss"] < found.before["loss"]
+    (row,) = evaluate(run, data=Path("new")).rows
+    rows = rows_of(predict(run, Path("new/dog")))
+    assert [row["row"] for row in rows][:2] == ["0.png", "1.png"]
+    cats = rows_of(predict(run, Path("new/cat")))
+    hits = [each["prediction"] == "dog" for each in rows] + [each["prediction"] == "cat" for each in cats]
+    assert row["accuracy"] == pytest.approx(np.mean(hits))
+    result = run_config(
+        parse_config({"rounds": 2, "data": {"name": "digits"}, "algorithm": METHOD}), out=Path("digits")
+    )
+    x, y = rng.random((20, 1, 8, 8)), np.arange(20) % 10
+    np.savez("new.npz", x=x, y=y)
+    digits = cf.load_run("digits")
+    (row,) = evaluate(digits, data=Path("new.npz")).rows
+    expected = nn.functional.cross_entropy(result.to_module()(torch.from_numpy(x).float()), torch.from_numpy(y))
+    assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert personalise(digits, Path("new.npz"), Path("d.safetensors"), steps=2).held_out == 10
+
+
 # From the command line.
 
 

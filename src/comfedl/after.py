@@ -181,25 +181,35 @@ def _split(run: SavedRun, split: str | None) -> tuple[str, dict[str, Batch]]:
 
 
 def _labelled(run: SavedRun, data: Path) -> dict[str, Batch]:
-    """The rows of a file with labels, by client where a column names it."""
-    encoding, table = _encoding(run, data), read_csv(data)
-    x, y = _encoded(run, encoding, table)
-    if encoding.client is None or encoding.client not in table.columns:
+    """The samples of a file or folder with labels, by client where a table's column names it."""
+    x, y, table = _samples(run, data)
+    encoding = run.encoding or Encoding()
+    if table is None or encoding.client is None or encoding.client not in table.columns:
         return {data.stem: (x, y)}
     names = np.array(table.texts(encoding.client), dtype=object)
     return {name: (x[rows], y[rows]) for name, rows in grouped(names).items()}
 
 
-def _encoding(run: SavedRun, data: Path) -> Encoding:
-    if run.encoding is None or not run.encoding.columns:
-        raise DataError(f"{data} cannot be used: the run's data were no table with named columns.")
-    return run.encoding
-
-
-def _encoded(run: SavedRun, encoding: Encoding, table: Table) -> Batch:
-    x, y = torch.from_numpy(encoding.x(table)), torch.from_numpy(encoding.y(table))
+def _samples(run: SavedRun, data: Path) -> tuple[Tensor, Tensor, Table | None]:
+    """Inputs and y as in training, and the table where they are one."""
+    encoding, table = run.encoding or Encoding(), None
+    if encoding.columns:
+        table = read_csv(data)
+        x, y = torch.from_numpy(encoding.x(table)), torch.from_numpy(encoding.y(table))
+    elif encoding.image is not None:
+        folders = [folder for folder in sorted(data.iterdir()) if folder.is_dir()] if data.is_dir() else []
+        if not folders:
+            raise DataError(f"{data} must be a folder with a folder of images for each class.")
+        parts = [_inputs(run, folder)[1] for folder in folders]
+        labels = encoding.labels([folder.name for folder in folders], str(data))
+        x, y = torch.cat(parts), torch.repeat_interleave(torch.from_numpy(labels), torch.tensor([*map(len, parts)]))
+    else:
+        x = _inputs(run, data)[1]
+        (y,) = read_arrays(data, ["y"])
+    if len(x) != len(y):
+        raise DataError(f"{data} has {len(x)} samples in x but {len(y)} in y; give one y for each x.")
     kind = _kind(run)
-    return x.to(kind), y.to(kind) if y.is_floating_point() else y
+    return x.to(kind), y.to(kind) if y.is_floating_point() else y.long(), table
 
 
 # A client that was never seen.
@@ -241,9 +251,8 @@ def personalise(
     checks.positive("lr", lr)
     checks.at_least("steps", steps, 1)
     learner, state = _learner(run)
-    encoding = _encoding(run, data)
-    x, y = _encoded(run, encoding, read_csv(data))
-    labels = y if encoding.classes else torch.zeros(len(y), dtype=torch.int64)
+    x, y, _ = _samples(run, data)
+    labels = torch.zeros(len(y), dtype=torch.int64) if y.is_floating_point() or y.ndim > 1 else y
     parts = Shares(held_out, 0.0, seed).divide(data.stem, labels.numpy())
     if not len(parts["validation"]):
         raise DataError(f"{data} has {len(x)} row{'s' if len(x) > 1 else ''}, too few to hold some out; give more.")

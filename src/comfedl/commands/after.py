@@ -37,7 +37,7 @@ def predict(
 def evaluate(
     run: Run,
     split: Annotated[str | None, typer.Option(help="train, validation or test (default: the last there is).")] = None,
-    data: Annotated[Path | None, typer.Option(help="A CSV file with labels, in place of the run's own data.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Rows with labels, in place of the run's own data.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the table as CSV too.")] = None,
     force: Replace = False,
 ) -> None:
@@ -61,7 +61,7 @@ def evaluate(
 
 def personalise(
     run: Run,
-    data: Annotated[Path, typer.Option(help="A CSV file with the new client's rows and labels.")],
+    data: Annotated[Path, typer.Option(help="The new client's rows with labels: CSV, .npz, or folders of images.")],
     out: Annotated[
         Path | None, typer.Option(help="Where to write its model (default: NAME-OF-DATA.safetensors).")
     ] = None,
