@@ -90,9 +90,10 @@ def test_no_row_is_in_two_splits_and_labels_keep_their_share() -> None:
     seen = [int(v) for split in (fed.train, fed.validation, fed.test) for name in split for v in split[name][0][:, 0]]
     assert sorted(seen) == list(range(n))
     assert shares_of(fed) == pytest.approx([650, 250, 100], abs=4)
-    assert float(fed.validation["a"][1].double().mean()) == pytest.approx(
-        float(fed.train["a"][1].double().mean()), abs=0.02
-    )
+    ones = [float(split["a"][1].double().mean()) for split in (fed.train, fed.validation)]
+    assert ones[0] == pytest.approx(ones[1], abs=0.02)
+    held = [{int(v) // 2 for v in fed.validation[name][0][:, 0]} for name in ("a", "b")]
+    assert held[0] != held[1]  # clients that are alike draw by themselves
 
 
 def test_regression_and_its_scale() -> None:
@@ -165,6 +166,8 @@ def test_missing_values_are_refused_or_dropped() -> None:
     [
         ({}, {"client": "hopsital"}, "no column 'hopsital'; did you mean 'hospital'"),
         ({}, {"target": "y"}, "no column 'y'"),
+        ({}, {"target": "hospital"}, "'hospital' is both client and target"),
+        ({}, {"drop": ["outcome"]}, "'outcome' is both target and drop"),
         ({}, {"drop": "days"}, "a list of columns' names"),
         ({}, {"validation": 0.6, "test": 0.4}, "leave some to train"),
         ({}, {"task": "classify"}, "did you mean 'classification'"),

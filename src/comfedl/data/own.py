@@ -74,8 +74,13 @@ def from_table(
             raise ConfigError(f"{what} is {value!r}, but it must be true or false.")
     if isinstance(drop, str) or not all(isinstance(name, str) for name in drop):
         raise ConfigError(f"drop is {drop!r}, but it must be a list of columns' names.")
-    for name in (client, target, *drop, *([] if split is None else [split])):
+    roles = [("client", client), ("target", target), *(("drop", name) for name in drop)]
+    roles += [] if split is None else [("split", split)]
+    for place, (role, name) in enumerate(roles):
         table.column(name)
+        for other, same in roles[:place]:
+            if same == name:
+                raise ConfigError(f"Column {name!r} is both {other} and {role}; give each a column of its own.")
     if missing == "drop":
         table = table.complete([name for name in table.columns if name not in drop])
     names = np.array(table.texts(client), dtype=object)
