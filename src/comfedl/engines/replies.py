@@ -78,7 +78,7 @@ def certain(reply: dict[str, Tree]) -> dict[str, Tree]:
 
 
 def defined(part: Part) -> list[Part]:
-    """The same replies without scores that are not defined (not finite); clients that have the same ones stay together."""
+    """The same replies without scores that are not defined (not finite); clients with the same ones stay together."""
     scores = part.reply.get("scores", {})
     gaps = {name: ~score.isfinite() for name, score in scores.items() if undefinable(name) and score.ndim}
     if not any(bool(gap.any()) for gap in gaps.values()):
