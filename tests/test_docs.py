@@ -1,54 +1,155 @@
-"""What the documents say is run: every Python block, in order, file by file."""
+"""What the documents say is run: every block of Python and every command, in order, page by page."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import sys
+import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+import typer
+from pages import Shown, blocks, carry_out, commands, difference, write_files
+
+import comfedl as cf
+from comfedl import cli
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+CONTINUES = {"how-to-robust.md": "tutorial.md", "how-to-personal.md": "tutorial.md"}
+"""Pages that use the files of another one."""
+ELSEWHERE = {"how-to-own-data.md": "tests/test_own_project.py"}
+"""Pages that another test carries out."""
+NOT_RUN = {
+    "README.md": "an overview, whose configs are the reader's own",
+    "how-to-tune.md": "searches; tests/test_tuning.py runs them",
+    "reproduction.md": "takes from minutes to hours; tests/reproduce runs a small one",
+    "theory-check.md": "takes minutes; tests/reproduce runs a small one",
+    "callbacks.md": "named in a sentence; tests/test_trackers.py runs them",
+    "flower.md": "starts servers; tests/engines/test_flower_real.py runs them",
+}
+"""Pages with commands that are only checked to exist, with the reason."""
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def to_run(page: Path) -> bool:
+    return page.name not in ELSEWHERE and any(
+        block.title or block.language in ("python", "sh", "console", "toml") for block in blocks(read(page))
+    )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)], ids=lambda page: page.name)
+def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page.name == "flower.md":
+        pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "documented"}
-    monkeypatch.setitem(sys.modules, "documented", type(sys)("documented"))
-    for block in blocks(page, "python"):
-        exec(compile(block, page.name, "exec"), names)
-    assert not os.listdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.setattr(sys, "modules", {**sys.modules, "documented": type(sys)("documented")})
+    text = read(page)
+    if page.name in CONTINUES:
+        write_files(read(DOCS / CONTINUES[page.name]))
+    for shown in carry_out(text):
+        assert not (wrong := difference(shown)), wrong
+    if not any(block.title or block.language in ("sh", "console") for block in blocks(text)):
+        assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(read(page))], ids=lambda page: page.name)
+def test_every_command_exists_with_its_options(page: Path) -> None:
+    """Also where it is not run. Words in capitals stand for the reader's own."""
+    for line in commands(read(page)):
+        program = typer.main.get_command(cli.app)
+        words = line.split("#")[0].replace("'", "").split()[1:]
+        with program.make_context("comfedl", words, resilient_parsing=True) as above:
+            while hasattr(program, "get_command"):
+                name, *words = words
+                program = program.get_command(above, name)
+                assert program is not None, line
+            program.make_context(name, words, parent=above).close()
+
+
+def test_what_is_not_run_is_listed() -> None:
+    for page in PAGES:
+        run = {
+            line
+            for block in blocks(read(page))
+            if block.language in ("sh", "console")
+            for line in commands(f"```\n{block.body}```\n")
+        }
+        if set(commands(read(page))) - run:
+            assert page.name in NOT_RUN, f"{page.name} has commands that no test runs"
+
+
+@pytest.mark.parametrize(
+    ("written", "printed"),
+    [
+        ("worst 0.50", "worst 0.54"),
+        ("8 clients", "9 clients"),
+        ("best *", "best ~"),
+        ("the city", "the isle"),
+        ("one line", "one line more"),
+        ("", "something"),
+    ],
+)
+def test_a_difference_is_seen(written: str, printed: str) -> None:
+    assert difference(Shown(written, printed, 0))
+
+
+def test_rounding_and_times_are_no_difference() -> None:
+    assert not difference(Shown("│ worst  0.50 │ in 3.1 s", "| worst 0.51 | in 17.2 s", 0))
+
+
+def test_a_page_that_lies_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = "```python\nprint(0.5)\n```\n\n```text\n0.9\n```\n\n```console\n$ comfedl list models\nnothing\n```\n"
+    number, listing = carry_out(page)
+    assert difference(number) and difference(listing) and "logistic" in listing.printed
 
 
 def test_the_readme_has_two_commands() -> None:
-    install_and_demo, install_and_test = blocks(ROOT / "README.md", "bash")
+    install_and_demo, install_and_test = (
+        block.body for block in blocks(read(ROOT / "README.md")) if block.language == "bash"
+    )
     for command, end in ((install_and_demo, "comfedl demo"), (install_and_test, "pytest")):
         assert command.count("\n") == 1
         assert command.strip().endswith(end)
         assert "-c constraints.txt" in command
+    assert install_and_demo in read(DOCS / "index.md")
 
 
 def test_a_method_takes_under_forty_lines() -> None:
-    method = blocks(ROOT / "docs" / "adding-a-method.md", "python")[0]
+    method = blocks(read(DOCS / "adding-a-method.md"))[0].body
     assert "class FedProx" in method
     assert len(method.splitlines()) < 40
 
 
 def test_links_between_documents_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        for target in re.findall(r"\]\(([^)#:]+)[)#]", read(page)):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_page_is_on_the_site_and_in_the_readme() -> None:
+    site, readme = read(ROOT / "mkdocs.yml").partition("nav:")[2], read(ROOT / "README.md")
+    for page in DOCS.glob("*.md"):
+        assert f"- {page.name}\n" in site, page.name
+        assert f"(docs/{page.name})" in readme or page.name == "index.md", page.name
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    documented = re.findall(r"^::: comfedl\.(\w+)$", read(DOCS / "api.md"), re.MULTILINE)
+    assert sorted(documented) == sorted(cf.__all__)
+
+
 def test_every_promise_names_a_test_that_exists() -> None:
-    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    text = (DOCS / "reliability.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
     named = [re.search(r"`(tests/[\w/]+\.py)::(test_\w+)` \|$", row) for row in rows]
     assert len(rows) > 20 and all(named)
@@ -56,3 +157,37 @@ def test_every_promise_names_a_test_that_exists() -> None:
         assert found is not None
         path, test = found.groups()
         assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"
+
+
+def test_the_claims_are_counted_as_the_reproduction_has_them() -> None:
+    found = re.findall(r"^\| \d+ \|.*\*\*([^*]+)\*\* \|$", read(DOCS / "reproduction.md"), re.MULTILINE)
+    partly, never = sum(verdict.startswith("only under") for verdict in found), found.count("not reproduced")
+    assert partly + never == len(found)
+    said = " ".join(read(DOCS / "theory-results.md").split())
+    assert (
+        f"of {len(found)} claims none holds throughout, {partly} hold under some of the settings, and {never} were"
+        in said
+    )
+
+
+def test_the_pictures_of_the_theory(tmp_path: Path) -> None:
+    """They can be drawn again, and say what the page says of them."""
+    pictures = runpy.run_path(str(DOCS / "pictures.py"))
+    losses, averaged, robust = pictures["losses"], pictures["averaged"], pictures["robust"]
+    equal = averaged(np.full(2, 0.5))
+    assert np.allclose(robust(1e4), equal, atol=1e-3)
+    worst = losses(robust(0.02))
+    text = read(DOCS / "theory-problem.md")
+    for number in (losses(averaged(pictures["SAMPLES"]))[1], losses(equal)[1], worst.max(), losses(equal)[0], worst[0]):
+        assert f"{number:.2f}" in text
+    pictures["draw"](tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} <= {path.name for path in (DOCS / "images").iterdir()}
+    for name in pictures["PICTURES"]:
+        assert f"](images/{name}.svg)" in text and (tmp_path / f"{name}.svg").stat().st_size > 10_000
+
+
+def test_the_docs_extra_is_pinned() -> None:
+    project = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
+    pinned = {line.split("==")[0].lower() for line in read(ROOT / "constraints.txt").splitlines()}
+    for wanted in project["optional-dependencies"]["docs"]:
+        assert re.split(r"[\[<>=]", wanted)[0] in pinned

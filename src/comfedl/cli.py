@@ -12,7 +12,9 @@ import click
 import typer
 
 from comfedl import __version__, ranks
-from comfedl.commands import datasets
+from comfedl.commands import after, datasets
+from comfedl.commands.advise import advise
+from comfedl.commands.init import init
 from comfedl.commands.shared import Changes, Force, print_table
 from comfedl.errors import ComfedlError, ConfigError, RankLost
 
@@ -147,7 +149,13 @@ def tune(
     trials: Annotated[
         int | None, typer.Option(help="How many in total (default: the whole grid, or 50).", show_default=False)
     ] = None,
-    metric: Annotated[str, typer.Option(help="What to choose by; never test.")] = "validation.accuracy.worst",
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="What to choose by, never test (default: validation.accuracy.worst, or rmse in a regression).",
+            show_default=False,
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds a trial is the mean of.")] = 1,
     jobs: Annotated[int, typer.Option(help="How many trials at a time, each in a process of its own.")] = 1,
     set: Changes = None,
@@ -209,3 +217,7 @@ def list_(what: Annotated[str, typer.Argument(help="algorithms, outers, datasets
 
         raise ConfigError(f"There is no list of {what!r}; {nearest(what, lists)}.")
     print_table(lists[what]())
+
+
+for command in (init, advise, after.predict, after.evaluate, after.personalise):
+    app.command()(command)

@@ -16,7 +16,7 @@ from comfedl.config import Config, run_config
 from comfedl.errors import ConfigError
 from comfedl.files import write_atomic
 from comfedl.folder import check_free, finished_rows
-from comfedl.metrics import Row
+from comfedl.metrics import Row, smaller_is_better
 from comfedl.progress import Progress
 from comfedl.step import Diverged
 
@@ -47,9 +47,9 @@ class Comparison:
 
     @property
     def metric(self) -> str:
-        """Accuracy where there is one, else the loss."""
+        """Accuracy where there is one, or the error of a regression, else the loss."""
         first = next(iter(self.rows.values()))[0]
-        return "accuracy" if f"{self.split}.accuracy.mean" in first else "loss"
+        return next((name for name in ("accuracy", "rmse") if f"{self.split}.{name}.mean" in first), "loss")
 
     def columns(self) -> dict[str, dict[str, Cell]]:
         """Column -> method -> cell. A difference is within noise where it is below two standard errors of the
@@ -64,7 +64,7 @@ class Comparison:
                 if all(isinstance(number, int | float) for number in found)
             }
             if values:
-                out[column] = _cells(values, -1 if self.metric == "loss" else 1)
+                out[column] = _cells(values, -1 if smaller_is_better(self.metric) else 1)
         return out
 
     def to_csv(self) -> str:
@@ -142,9 +142,9 @@ def _check_alike(configs: Mapping[str, Config]) -> None:
     first, *others = configs.items()
     for name, config in others:
         ours, theirs = first[1].resolved(), config.resolved()
-        for key in ("data", "model", "seed", "rounds", "clients_per_round", "eval_clients"):
-            if ours[key] != theirs[key]:
+        for key in ("data", "model", "seed", "rounds", "clients_per_round", "eval_clients", "loss"):
+            if ours.get(key) != theirs.get(key):
                 raise ConfigError(
-                    f"{first[0]} and {name} differ in {key} ({ours[key]} and {theirs[key]}); a comparison is of "
-                    "methods on the same data, model and rounds: make them equal, for instance with --set."
+                    f"{first[0]} and {name} differ in {key} ({ours.get(key)} and {theirs.get(key)}); a comparison is "
+                    "of methods on the same data, model and rounds: make them equal, for instance with --set."
                 )

@@ -65,8 +65,8 @@ def fit(
         algorithm: the method, with its hyper-parameters.
         rounds: how many rounds of communication.
         seed: the same seed gives the same run, to the bit.
-        loss: "cross_entropy", or a function (output, y) -> mean loss of the batch; a problem of the reader's own brings
-            its own and does not use it.
+        loss: "cross_entropy", "bce" (two classes, one output), "mse", "mae" or "huber", or a function (output, y) ->
+            mean loss of the batch; a problem of the reader's own brings its own and does not use it.
         clients_per_round: how many clients take part in a round, drawn uniformly; None is all of them.
         eval_every: evaluate the clients after every so many rounds, and after the last.
         eval_clients: how many clients are evaluated, drawn once for the run; None is all of them. The records and the
@@ -130,6 +130,7 @@ def fit(
             folder = RunFolder(Path(out), shown, force, resume, known, checkpoint_every, save_personal)
             if save_personal and len(data) > personal.MOST_FILES:
                 folder.room = len(data) * tree.nbytes({**initial, "frozen": frozen})
+            folder.encoding = fed.encoding
             watchers.insert(0, folder)
         elif out is not None:
             watchers.append(Follower(save_personal))
@@ -169,6 +170,7 @@ def fit(
             seconds=time.perf_counter() - started,
             names=clients.names,
             ask_personal=run.personal_models(rounds, final, frozen),
+            module=model if isinstance(model, nn.Module) else None,
         )
         for watcher in watchers:
             watcher.finished(result)
