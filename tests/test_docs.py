@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
-from pages import Shown, blocks, carry_out, commands, difference, write_files
 
 import comfedl as cf
 from comfedl import cli
+from pages import Shown, blocks, carry_out, commands, difference, write_files
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -51,10 +51,13 @@ def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytes
         pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
-    monkeypatch.setattr(sys, "modules", {**sys.modules, "documented": type(sys)("documented")})
-    text = read(page)
-    if page.name in CONTINUES:
-        write_files(read(DOCS / CONTINUES[page.name]))
+    monkeypatch.setitem(sys.modules, "documented", type(sys)("documented"))
+    text, before = read(page), read(DOCS / CONTINUES[page.name]) if page.name in CONTINUES else ""
+    for block in blocks(before + text):
+        if block.title.endswith(".py"):  # its module is this page's, and gone afterwards
+            monkeypatch.setitem(sys.modules, block.title[:-3], None)
+            del sys.modules[block.title[:-3]]
+    write_files(before)
     for shown in carry_out(text):
         assert not (wrong := difference(shown)), wrong
     if not any(block.title or block.language in ("sh", "console") for block in blocks(text)):
