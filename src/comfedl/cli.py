@@ -27,8 +27,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(datasets.app, name="data")
-app.command()(report.report)
-app.command()(watch.watch)
 
 
 def main() -> None:
@@ -254,5 +252,5 @@ def list_(what: Annotated[str, typer.Argument(help="algorithms, outers, datasets
     print_table(lists[what]())
 
 
-for command in (init, advise, after.predict, after.evaluate, after.personalise):
+for command in (init, advise, after.predict, after.evaluate, after.personalise, report.report, watch.watch):
     app.command()(command)
