@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from comfedl import checks
+from comfedl.callbacks import Callback
 from comfedl.config import Config, run_config
 from comfedl.errors import ConfigError
 from comfedl.files import write_atomic
@@ -100,10 +101,12 @@ def run_comparison(
     force: bool = False,
     resume: bool = False,
     progress: bool = True,
+    watch: Callable[[Config, str, Path], Sequence[Callback]] | None = None,
 ) -> Comparison:
     """Run every config with every seed, counted up from its own, and write the runs and a table of all numbers.
 
-    With ``resume`` the runs that ``out`` already holds are not run again, or go on.
+    With ``resume`` the runs that ``out`` already holds are not run again, or go on. ``watch`` makes what hangs on a run
+    from its config, its name and its folder; by default that is a progress bar.
     """
     checks.at_least("seeds", seeds, 1)
     _check_alike(configs)
@@ -120,14 +123,17 @@ def run_comparison(
                 raise ConfigError(
                     f"split is {split!r}, but it must be train, or validation or test if the data has it."
                 )
-            watch = [Progress(config.rounds, f"{name}, seed {seeded.seed}")] if progress else []
             done = finished_rows(folders[name, i], seeded.resolved()) if resume else None
             if done is not None:
                 rows[name].append(done[-1])
                 continue
-            folder = folders[name, i]
+            folder, label = folders[name, i], f"{name}, seed {seeded.seed}"
+            if watch is not None:
+                hung = watch(seeded, label, folder)
+            else:
+                hung = [Progress(config.rounds, label)] if progress else []
             try:
-                result = run_config(seeded, folder, force, resume, callbacks=watch, fed=fed)
+                result = run_config(seeded, folder, force, resume, callbacks=hung, fed=fed)
             except Diverged as error:
                 error.advice = f"This is {name} with seed {seeded.seed}. {error.advice}"
                 raise

@@ -45,6 +45,7 @@ from comfedl.tree import Tree
 FILES = (
     *("config.toml", "data.json", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors"),
     *("personal", "checkpoint"),
+    *("tensorboard", "mlflow.json"),  # what trackers keep here
     ranks.MARK,
 )
 # What of a config says where a run is computed and not which run it is: another engine may go on with it.
