@@ -93,7 +93,7 @@ def test_what_is_not_run_is_listed() -> None:
 @pytest.mark.parametrize(
     ("written", "printed"),
     [
-        ("worst 0.50", "worst 0.54"),
+        ("worst 0.50", "worst 0.56"),
         ("8 clients", "9 clients"),
         ("best *", "best ~"),
         ("the city", "the isle"),
