@@ -54,7 +54,7 @@ def commands(text: str) -> list[str]:
     """Every line for the command line that a page has, in a block of any kind or indented by four."""
     plain = "\n".join(line[4:] for line in FENCE.sub("", text).splitlines() if line.startswith("    "))
     lines = "\n".join([*(block.body for block in blocks(text)), plain]).replace("\\\n", " ").splitlines()
-    return [line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?comfedl [a-z]", line)]
+    return [found[1] for line in lines if (found := re.search(r"(?:^|^\$ |-m )(comfedl [a-z].*)", line))]
 
 
 def write_files(text: str) -> None:
