@@ -169,6 +169,15 @@ def test_the_claims_are_counted_as_the_reproduction_has_them() -> None:
     )
 
 
+def test_the_numbers_of_the_first_page_are_those_of_the_others() -> None:
+    others = " ".join(read(page) for page in (ROOT / "README.md", DOCS / "reproduction.md", DOCS / "how-to-robust.md"))
+    known = {(float(mean), float(error)) for mean, error in re.findall(r"(\d\.\d+) ± (\d\.\d+)", others)}
+    said = re.findall(r"(\d\.\d+) ± (\d\.\d+)", read(DOCS / "index.md"))
+    assert len(said) == 11
+    for mean, error in said:
+        assert any(abs(float(mean) - a) <= 6e-4 and abs(float(error) - b) <= 6e-4 for a, b in known), (mean, error)
+
+
 def test_the_pictures_of_the_theory(tmp_path: Path) -> None:
     """They can be drawn again, and say what the page says of them."""
     pictures = runpy.run_path(str(DOCS / "pictures.py"))
