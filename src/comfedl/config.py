@@ -72,6 +72,15 @@ class DataTable(_Table):
         partition: Partition = make(found, self.arguments, "data", extra=DataTable.model_fields)
         return partition
 
+    @property
+    def class_count(self) -> int:
+        """How many classes the labels have."""
+        return SOURCES[self.name].classes
+
+    def check(self) -> None:
+        """See that the partition can be made."""
+        self.make_partition()
+
     def make_data(self, seed: int, progress: bool = False) -> FederatedData:
         """The clients' data; ``seed`` is the run's, for where the table has none of its own."""
         seed = seed if self.seed is None else self.seed
@@ -83,6 +92,51 @@ class DataTable(_Table):
         partition = self.make_partition()
         name = next(name for name, kind in PARTITIONS.items() if kind is type(partition))
         return own | {"partition": name} | {k: v for k, v in describe(partition).items() if k != "name"}
+
+
+SITES = "sites"
+
+
+class SitesTable(DataTable):
+    """[data] with the name "sites": each site has its own, and here stands only what the model must know of them."""
+
+    classes: int
+
+    @property
+    def class_count(self) -> int:
+        return self.classes
+
+    def check(self) -> None:
+        checks.at_least("data.classes", self.classes, 1)
+        for key in self.model_fields_set - {"name", "classes"} | self.arguments.keys():
+            raise unknown("data", key, ["name", "classes"], "data that are at sites")
+
+    def make_data(self, seed: int, progress: bool = False) -> FederatedData:
+        raise ConfigError(
+            'data.name is "sites": the data are at sites and not here; start the run with flwr run (docs/flower.md).'
+        )
+
+    def resolved(self) -> dict[str, Any]:
+        return {"name": self.name, "classes": self.classes}
+
+
+class FlowerTable(BaseModel):
+    """[flower]: how sites are reached; see ``comfedl.engines.flower``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    sites: int | list[str] | None = None
+    deadline: float = 600
+    patience: float = 600
+
+    def check(self) -> None:
+        """Refuse what cannot be."""
+        checks.positive("flower.deadline", self.deadline)
+        checks.positive("flower.patience", self.patience)
+        if isinstance(self.sites, int):
+            checks.at_least("flower.sites", self.sites, 1)
+        elif self.sites is not None and len({*self.sites, ""}) <= len(self.sites):
+            raise ConfigError(f"flower.sites is {self.sites!r}, but it must be a number, or names that all differ.")
 
 
 class EmbeddedTable(BaseModel):
@@ -121,6 +175,7 @@ class Config(BaseModel):
     engine: str = "embedded"
     embedded: EmbeddedTable | None = None
     distributed: DistributedTable | None = None
+    flower: FlowerTable | None = None
     data: DataTable
     model: _Table = _Table(name="logistic")
     algorithm: _Table
@@ -142,7 +197,11 @@ class Config(BaseModel):
 
     def make_model(self, fed: FederatedData) -> nn.Module:
         """The model, with initial parameters that depend on the seed alone."""
-        shape, classes = tuple(fed.train.x.shape[1:]), SOURCES[self.data.name].classes
+        return self.make_model_for(tuple(fed.train.x.shape[1:]))
+
+    def make_model_for(self, shape: Sequence[int]) -> nn.Module:
+        """The same, for samples of this shape."""
+        classes = self.data.class_count
         name, function, options = self.model.name, self._model_function(), self.model.arguments
         model = call("model.name", name, models.build, function, shape, classes, self.seed, **options)
         if not isinstance(model, nn.Module):
@@ -161,7 +220,9 @@ class Config(BaseModel):
     def check(self) -> None:
         """Build what needs no data, so that a mistake is found before anything is fetched."""
         self.make_algorithm()
-        self.data.make_partition()
+        self.data.check()
+        if self.flower is not None:
+            self.flower.check()
         for name, table in self._engine_tables().items():
             checks.one_of(f"{name}.vectorize", table.vectorize, WAYS)
             checks.positive(f"{name}.memory_mb", table.memory_mb)
@@ -201,7 +262,14 @@ class Config(BaseModel):
             "model": {"name": self.model.name, **defaults(self._model_function(), given=2), **self.model.arguments},
             "algorithm": {"name": self.algorithm.name, **algorithm, **written},
             **{name: table.model_dump() for name, table in self._engine_tables().items()},
+            **({} if self.flower is None else {"flower": self.flower.model_dump(exclude_none=True)}),
         }
+
+
+class SitesConfig(Config):
+    """A run whose data are at sites."""
+
+    data: SitesTable
 
 
 def read_config(path: Path, changes: Sequence[str] = ()) -> Config:
@@ -240,7 +308,10 @@ def read_settings(path: Path) -> dict[str, Any]:
 def parse_config(settings: Mapping[str, Any], changes: Sequence[str] = ()) -> Config:
     """Check settings and turn them into a ``Config``."""
     try:
-        config = Config.model_validate(with_changes(settings, changes))
+        changed = with_changes(settings, changes)
+        data = changed.get("data")
+        there = isinstance(data, dict) and data.get("name") == SITES
+        config = (SitesConfig if there else Config).model_validate(changed)
     except ValidationError as error:
         raise _readable(error) from None
     config.check()
@@ -281,8 +352,9 @@ def _readable(error: ValidationError, table: str = "") -> ConfigError:
     first = error.errors()[0]
     path = [table, *map(str, first["loc"])] if table else [str(part) for part in first["loc"]]
     where = ".".join(path)
-    if first["type"] == "extra_forbidden" and path[0] in ENGINE_TABLES:
-        return unknown(path[0], path[1], ENGINE_TABLES[path[0]].model_fields)
+    tables = {**ENGINE_TABLES, "flower": FlowerTable}
+    if first["type"] == "extra_forbidden" and path[0] in tables:
+        return unknown(path[0], path[1], tables[path[0]].model_fields)
     if first["type"] == "extra_forbidden":
         return unknown("", where, Config.model_fields)
     if first["type"] == "missing" or (len(path) == 1 and path[0] in EXAMPLES):

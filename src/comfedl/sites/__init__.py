@@ -1,0 +1,1 @@
+"""Runs over real sites: the apps that Flower runs, a trial on this machine, and what a site needs to start."""

@@ -1,0 +1,87 @@
+"""A grid without a network: it hands every message to a ClientApp in this process, as bytes that are kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+import comfedl as cf
+from comfedl.sites.apps import client_app
+
+Change = Callable[[Message, Message], Message | None]
+
+
+class InProcess(Grid):
+    """Sites by node number. ``tamper`` may change a site's reply, or swallow it with None; ``bytes`` is all that passed."""
+
+    def __init__(self, sites: Mapping[int, tuple[ClientApp, Mapping[str, Any]]]) -> None:
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+        self.sites = dict(sites)
+        self.tamper: dict[int, Change] = {}
+        self.seen: list[tuple[int, str]] = []
+        self.bytes: list[bytes] = []
+        self._replies: dict[str, Message] = {}
+
+    def set_run(self, run: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def create_message(self, *arguments: Any, **more: Any) -> Message:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return random.sample(sorted(self.sites), len(self.sites))
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        names = []
+        for message in messages:
+            node, name = message.metadata.dst_node_id, f"message {len(self.seen)}"
+            message.metadata.__dict__["_message_id"] = name
+            self.seen.append((node, message.metadata.group_id))
+            self.bytes.append(_flat(message.content))
+            names.append(name)
+            app, settings = self.sites[node]
+            context = Context(1, node, dict(settings), RecordDict(), {})
+            reply: Message | None = app(message, context)
+            if node in self.tamper and reply is not None:
+                reply = self.tamper[node](message, reply)
+            if reply is not None:
+                self._replies[name] = reply
+                if reply.has_content():
+                    self.bytes.append(_flat(reply.content))
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        found = [self._replies.pop(name) for name in message_ids if name in self._replies]
+        return random.sample(found, len(found))
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        raise NotImplementedError
+
+
+def _flat(content: RecordDict) -> bytes:
+    """Every byte of a message's content."""
+    arrays = b"".join(part.data for record in content.array_records.values() for part in record.values())
+    return arrays + repr(content.config_records).encode() + repr(content.metric_records).encode()
+
+
+def alone(fed: cf.FederatedData, name: str) -> cf.FederatedData:
+    """The data of one client."""
+    splits = {split: fed.split(split) for split in ("train", "validation", "test")}
+    return cf.FederatedData(**{split: {name: part[name]} for split, part in splits.items() if part is not None})
+
+
+def grid_of(fed: cf.FederatedData, state: Path) -> InProcess:
+    """A grid with a site for every client, under node numbers in no order."""
+    app = client_app(lambda node: alone(fed, node["site"]), state)
+    return InProcess({(7919 * (k + 3)) % 101: (app, {"site": name}) for k, name in enumerate(fed.names)})
