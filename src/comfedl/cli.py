@@ -12,7 +12,7 @@ import click
 import typer
 
 from comfedl import __version__, ranks
-from comfedl.commands import datasets
+from comfedl.commands import datasets, flower
 from comfedl.commands.shared import Changes, Force, print_table
 from comfedl.errors import ComfedlError, ConfigError, RankLost
 
@@ -25,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(datasets.app, name="data")
+app.add_typer(flower.app, name="flower")
 
 
 def main() -> None:

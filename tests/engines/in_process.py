@@ -19,7 +19,7 @@ Change = Callable[[Message, Message], Message | None]
 
 
 class InProcess(Grid):
-    """Sites by node number. ``tamper`` may change a site's reply, or swallow it with None; ``bytes`` is all that passed."""
+    """Sites by node number. ``tamper`` may change a reply, or swallow it with None; ``bytes`` is all that passed."""
 
     def __init__(self, sites: Mapping[int, tuple[ClientApp, Mapping[str, Any]]]) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1

@@ -18,10 +18,11 @@ import comfedl as cf
 from comfedl.config import Config, parse_config
 from comfedl.engines.flower import wire
 from comfedl.models import mlp
+from comfedl.sites.apps import client_app
 from comfedl.sites.server import serve
 
 sys.path.insert(0, str(Path(__file__).parent))
-from in_process import InProcess, alone, grid_of  # noqa: E402
+from in_process import InProcess, alone, grid_of
 
 
 def single(shape: Sequence[int], classes: int) -> nn.Module:
@@ -120,3 +121,203 @@ def test_no_sample_is_among_the_bytes(three_clients: cf.FederatedData, tmp_path:
                 assert repr(float(value)).encode() not in passed
     # The same search does find what travels.
     assert serve(grid, config()).params["1.weight"].numpy().tobytes() in b"".join(grid.bytes)
+
+
+# Faults.
+
+
+def only(grid: InProcess, name: str) -> int:
+    """The node of a site."""
+    return next(node for node, (_, settings) in grid.sites.items() if settings["site"] == name)
+
+
+def in_round(number: int, change: Any) -> Any:
+    """Tamper with the replies of one round alone."""
+
+    def tamper(message: Message, reply: Message) -> Message | None:
+        changed: Message | None = change(message, reply) if message.metadata.group_id == f"round {number}" else reply
+        return changed
+
+    return tamper
+
+
+def nothing(message: Message, reply: Message) -> None:
+    return None
+
+
+def gone(message: Message, reply: Message) -> Message:
+    return Message(Error(5, "gone"), reply_to=message)
+
+
+def rubbish(message: Message, reply: Message) -> Message:
+    return Message(wire.content({"answers": [{"reply": {"model": "99"}}, 3]}), reply_to=message)
+
+
+def altered(change: Any) -> Any:
+    """Change all models of a reply."""
+
+    def tamper(message: Message, reply: Message) -> Message:
+        body, tensors = wire.opened(reply.content)
+        packed = wire.Packed()
+        for part in body["answers"]:
+            tree = wire.unpacked(part["reply"], tensors)
+            if "model" in tree:
+                params = {name: change(leaf) for name, leaf in tree["model"]["params"].items()}
+                tree = {**tree, "model": {**tree["model"], "params": params}}
+            part["reply"] = packed.put(tree)
+        return Message(wire.content(body, packed.record()), reply_to=message)
+
+    return tamper
+
+
+FAULTS = {
+    "no reply in time": (nothing, None),
+    "killed": (gone, None),
+    "rubbish": (rubbish, None),
+    "NaN": (altered(lambda leaf: leaf * torch.nan), "not finite"),
+    "wrong shapes": (altered(lambda leaf: leaf[:1]), "and not"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_site_that_fails_is_left_out_and_taken_back(
+    fault: str, three_clients: cf.FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = grid_of(three_clients, tmp_path / "sites")
+    tamper, refused = FAULTS[fault]
+    grid.tamper[only(grid, "b")] = in_round(2, tamper)
+    if refused is None:
+        result = serve(grid, config(rounds=4), tmp_path / "run")
+        assert "site 'b' is left out of 'train'" in caplog.text
+        absent = {(row["round"], row["step"]) for row in rows(tmp_path / "run") if "b" in row["absent"]}
+        assert absent == {(1, "evaluate"), (2, "train")}  # both were in the message that was lost
+    else:
+        with pytest.warns(UserWarning, match=f"client 'b' is refused: .*{refused}"):
+            result = serve(grid, config(rounds=4), tmp_path / "run")
+    weights = {(row["round"], row["client"]): row["weight"] for row in result.clients}
+    assert weights[2, "b"] == 0
+    assert weights[2, "a"] + weights[2, "c"] == pytest.approx(1)
+    assert weights[3, "b"] > 0 and weights[4, "b"] > 0
+
+
+def test_a_site_that_raises_says_no_more_than_the_kind(
+    three_clients: cf.FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def load(node: Any) -> cf.FederatedData:
+        calls.append(node["site"])
+        if node["site"] == "b" and calls.count("b") == 3:
+            raise ValueError("sample 3.14159 of patient 7 is odd")
+        return alone(three_clients, node["site"])
+
+    grid = grid_of(three_clients, tmp_path)
+    app = client_app(load, tmp_path)
+    grid.sites = {node: (app, settings) for node, (_, settings) in grid.sites.items()}
+    result = serve(grid, config())
+    assert b"patient 7" not in b"".join(grid.bytes)
+    assert "site 'b' is left out of 'train': ValueError" in caplog.text
+    assert {row["client"] for row in result.clients if row["round"] == 3} == {"a", "b", "c"}
+
+
+def test_a_site_that_is_not_connected_is_asked_again_when_it_is_back(
+    three_clients: cf.FederatedData, tmp_path: Path
+) -> None:
+    grid = grid_of(three_clients, tmp_path / "sites")
+    node = only(grid, "c")
+    site = grid.sites[node]
+
+    class Cut(cf.Callback):
+        def round_done(self, number: int) -> None:
+            if number == 1:
+                del grid.sites[node]
+            if number == 3:
+                grid.sites[5000] = site  # without a key a SuperNode has another number when it is back
+
+    serve(grid, config(rounds=6), tmp_path / "run", callbacks=[Cut()])
+    took_part = {row["round"]: row["answered"] for row in rows(tmp_path / "run") if row["step"] == "train"}
+    # A round's callbacks come when the next one has been trained.
+    assert took_part == {k: ["a", "b"] if k in (3, 4) else ["a", "b", "c"] for k in range(1, 7)}
+
+
+def test_under_the_quorum_the_run_stops_and_goes_on(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    settings = config("ditto", rounds=4, quorum=0.9)
+    grid = grid_of(three_clients, tmp_path / "sites")
+    grid.tamper[only(grid, "b")] = in_round(3, nothing)
+    with pytest.raises(cf.QuorumError, match="only 2 of 3"):
+        serve(grid, settings, tmp_path / "run")
+    grid.tamper = {}
+    result = serve(grid, settings, tmp_path / "run", resume=True)
+    assert_same(result, embedded(settings, three_clients), 1e-12)
+
+
+class Stop(cf.Callback):
+    """Ends a run as a power cut would, after a round's checkpoint."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def settled(self, snapshot: Any) -> None:
+        if snapshot.round == self._after:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_server_that_was_stopped_goes_on_and_sites_with_it(
+    every: int, three_clients: cf.FederatedData, tmp_path: Path
+) -> None:
+    """Ditto's clients have by then trained a further round, which is done again from the state before it."""
+    settings = config("ditto", rounds=6, checkpoint_every=every)
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid_of(three_clients, tmp_path / "sites"), settings, tmp_path / "run", callbacks=[Stop(3)])
+    result = serve(grid_of(three_clients, tmp_path / "sites"), settings, tmp_path / "run", resume=True)
+    assert_same(result, embedded(settings, three_clients), 1e-12)
+    files = [path.name for path in (tmp_path / "sites").rglob("*") if path.is_file()]
+    assert 3 <= len(files) <= 3 * 5  # a state a site, and those that a checkpoint may still want
+
+
+def test_a_site_that_lost_its_state_says_so(
+    three_clients: cf.FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = grid_of(three_clients, tmp_path / "sites")
+
+    class Lose(cf.Callback):
+        def round_done(self, number: int) -> None:
+            if number == 2:
+                for path in (tmp_path / "sites" / "b").rglob("*.safetensors"):
+                    path.unlink()
+
+    serve(grid, config("ditto"), callbacks=[Lose()])
+    assert "Site 'b' has lost what it kept" in caplog.text
+
+
+def test_training_that_diverges_ends_the_run(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    settings = config(algorithm={"name": "fedavg", "lr": 1e200})
+    with pytest.raises(cf.Diverged, match=r"client '[abc]'.*smaller lr"):
+        serve(grid_of(three_clients, tmp_path), settings)
+
+
+def test_two_sites_of_one_name_are_refused(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    grid = grid_of(three_clients, tmp_path)
+    grid.sites[77] = grid.sites[only(grid, "a")]
+    with pytest.raises(cf.ConfigError, match="Two sites say that they are 'a'"):
+        serve(grid, config())
+
+
+def test_sites_that_are_missing_or_not_known(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    grid = grid_of(three_clients, tmp_path)
+    with pytest.raises(cf.ConfigError, match="Only 3 of 4 sites"):
+        serve(grid, config(flower={"sites": 4, "patience": 0.1}))
+    with pytest.raises(cf.ConfigError, match="says that it is 'c'"):
+        serve(grid, config(flower={"sites": ["a", "b"], "patience": 0.1}))
+
+
+def test_personal_models_stay_at_their_sites(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    result = serve(grid_of(three_clients, tmp_path), config("ditto"))
+    with pytest.raises(cf.ConfigError, match="stay at their sites"):
+        result.personal("a")
+
+
+def test_the_engine_is_not_started_by_name(three_clients: cf.FederatedData) -> None:
+    with pytest.raises(cf.ConfigError, match="comfedl flower local"):
+        cf.fit(double([4], 3), three_clients, cf.FedAvg(), engine="flower")

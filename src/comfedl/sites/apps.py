@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from comfedl.engines.embedded import Embedded
 from comfedl.engines.flower import wire
 from comfedl.engines.flower.site import Store, answer, said
 from comfedl.errors import ComfedlError, ConfigError, DataError
+from comfedl.files import write_atomic
 from comfedl.inputs import check_fit, make_learner
 from comfedl.sites.server import serve
 
@@ -47,12 +49,15 @@ def server_app(config: str | Path | None = None, out: str | Path | None = None) 
             raise ConfigError("There is no config; give it to server_app, or with flwr run -c 'config=\"FILE\"'.")
         folder = Path(str(options.get("out") or out or Path("runs") / path.stem))
         report = options.get("report")
+        said: dict[str, object] = {"ok": True}
         try:
             serve(grid, read_config(path), folder, bool(options.get("resume")), bool(options.get("force")))
-        except ComfedlError as error:
-            if report:
-                Path(str(report)).write_text(str(error), encoding="utf-8")
+        except BaseException as error:
+            said = {"error": str(error) if isinstance(error, ComfedlError) else f"{type(error).__name__}: {error}"}
             raise
+        finally:
+            if report:
+                write_atomic(Path(str(report)), json.dumps(said).encode())
 
     return app
 

@@ -23,6 +23,11 @@ from comfedl.settings import to_toml
 RECORD = "sites.jsonl"
 
 
+def settings_at_sites(config: Config) -> dict[str, Any]:
+    """A config's settings for sites: how this process would run clients has no place there."""
+    return {key: value for key, value in config.resolved().items() if key != "embedded"} | {"engine": AT_SITES}
+
+
 class Attendance(Callback):
     """Writes who was asked for what, and who did not answer and why, to ``sites.jsonl`` in the run's folder."""
 
@@ -61,7 +66,7 @@ def serve(
     roll = Roll(grid, options.sites, options.patience, options.deadline)
     check_counts(len(roll.names), config.clients_per_round, config.eval_clients)
     _, initial, frozen = make_learner(config.make_model_for(roll.shape), "cross_entropy", algorithm)
-    settings = {**config.resolved(), "engine": AT_SITES}
+    settings = settings_at_sites(config)
     text = to_toml(settings)
     name = hashlib.blake2b(f"{text}\0{out}".encode(), digest_size=8).hexdigest()
     attendance = Attendance(out, resume)

@@ -1,0 +1,163 @@
+"""Flower's processes on this machine: they bear a mark by which they, and what they start, are found again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sysconfig
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from comfedl.errors import ComfedlError
+
+MARK = "COMFEDL_TRIAL"
+PATIENCE = 5.0  # seconds that a process has to end by itself
+
+
+class DaemonError(ComfedlError, RuntimeError):
+    """A process of Flower's that did not start, or ended too early."""
+
+
+class Daemons:
+    """Processes that are all gone when the block ends, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.mark = folder, secrets.token_hex(8)
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        home = folder / "flwr"
+        home.mkdir(parents=True, exist_ok=True)
+        self.environment = {
+            **os.environ,
+            # Flower starts its helpers by name.
+            "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+            MARK: self.mark,
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(
+        self, name: str, command: Sequence[str], more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a process whose output goes to NAME.log; Ctrl-C in the terminal is ours and not its."""
+        program = Path(sysconfig.get_path("scripts")) / command[0]
+        with self.log(name).open("ab") as log:
+            self._started[name] = subprocess.Popen(
+                [str(program) if program.exists() else command[0], *command[1:]],
+                env={**self.environment, **(more or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=self.folder,
+            )
+        return self._started[name]
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def check(self, *names: str) -> None:
+        """See that these are still running."""
+        for name in names:
+            code = self._started[name].poll()
+            if code is not None:
+                raise DaemonError(f"{name} has ended with code {code}; its last words: {self.last_words(name)}")
+
+    def last_words(self, name: str) -> str:
+        lines = (
+            self.log(name).read_text("utf-8", errors="replace").strip().splitlines() if self.log(name).exists() else []
+        )
+        return " | ".join(line.strip() for line in lines[-8:]) or "none"
+
+    def pids(self) -> list[int]:
+        """All processes that bear the mark, whoever has started them."""
+        wanted, found = f"{MARK}={self.mark}".encode(), []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return [pid for pid in found if pid != os.getpid()]
+
+    def stop(self) -> None:
+        """End everything; another Ctrl-C meanwhile does not keep it from that."""
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if _in_main_thread() else None
+        try:
+            for number, patience in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, 10 * PATIENCE)):
+                until = time.monotonic() + patience
+                self._tell(number)
+                while self._alive() and time.monotonic() < until:
+                    time.sleep(0.1)
+                    if number == signal.SIGKILL:  # a process may just have started another
+                        self._tell(number)
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGINT, before)
+
+    def kill(self, name: str) -> None:
+        """End one process and all of its session at once, as a power cut would."""
+        process = self._started.pop(name)
+        session = process.pid
+        below = [pid for pid in self.pids() if _descends(pid, session)]
+        for pid in (session, *below):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def _tell(self, number: int) -> None:
+        for pid in {*self.pids(), *(p.pid for p in self._started.values() if p.poll() is None)}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+    def _alive(self) -> bool:
+        # poll() also takes note of those that have ended: until then they are there, for those who ask the system.
+        running = [process for process in self._started.values() if process.poll() is None]
+        return bool(running or self.pids())
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    while pid > 1 and pid != ancestor:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return False
+    return pid == ancestor
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
