@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from comfedl.sites.certs import make_certs
 from comfedl.sites.daemons import DaemonError, Daemons, free_ports, listening
 from comfedl.sites.server import settings_at_sites
 
+STATES = "sites"  # the folder in the run's for what clients keep
 START = 300.0  # seconds that the SuperLink has to start
 CLIENT = (
     "from comfedl.engines.flower import client_app\nfrom comfedl.sites.local import share\n\napp = client_app(share)\n"
@@ -93,13 +95,14 @@ class Trial:
         wait_for(lambda: listening(self._port), START, "The SuperLink does not listen", self.daemons, "superlink")
         self.control("register", [["supernode", "register", str(keys / f"{site}.pub"), "trial"] for site in self.sites])
 
-    def start_node(self, place: int, key: str | None = None) -> subprocess.Popen[bytes]:
-        """Start the SuperNode of a site, with its own key or another."""
+    def start_node(self, place: int, key: str | None = None, name: str | None = None) -> subprocess.Popen[bytes]:
+        """Start the SuperNode of a site, with its own key and under its own name or with others."""
         site, keys = self.sites[place], self.folder / "keys"
-        words = {"data": self.folder / f"{site}.safetensors", "state": self.out / "sites"}
+        port = self._ports[place] if name is None else free_ports(1)[0]
+        words = {"data": self.folder / f"{site}.safetensors", "state": self.out / STATES}
         settings = " ".join(f"{name}={json.dumps(str(path))}" for name, path in words.items())
         return self.daemons.start(
-            site,
+            name or site,
             [
                 "flower-supernode",
                 "--superlink",
@@ -111,7 +114,7 @@ class Trial:
                 "--host",
                 "127.0.0.1",
                 "--port",
-                str(self._ports[place]),
+                str(port),
                 "--node-config",
                 settings,
             ],
@@ -171,11 +174,17 @@ def run_local(config: Config, out: Path, sites: int | None = None, force: bool =
     check_free(out, force, resume)
     with tempfile.TemporaryDirectory(prefix="comfedl-flower-") as scratch, _terminable():
         trial = Trial(config, sites, Path(scratch), out)
-        with trial.daemons:
-            trial.start_link()
-            for place in range(len(trial.sites)):
-                trial.start_node(place)
-            trial.finish(trial.submit(resume, force))
+        try:
+            with trial.daemons:
+                trial.start_link()
+                for place in range(len(trial.sites)):
+                    trial.start_node(place)
+                trial.finish(trial.submit(resume, force))
+        finally:
+            if not (out / "config.toml").exists():  # a run that leaves nothing: its clients' states neither
+                shutil.rmtree(out / STATES, ignore_errors=True)
+                with suppress(OSError):
+                    out.rmdir()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -48,6 +49,13 @@ class Attendance(Callback):
         if self._folder is not None:
             with (self._folder / RECORD).open("a" if self._resume else "w", encoding="utf-8") as file:
                 file.writelines(early)
+
+    def failed(self, error: BaseException) -> None:
+        """Leave nothing where the run has left nothing."""
+        if self._folder is not None and not (self._folder / "config.toml").exists():
+            with contextlib.suppress(OSError):
+                (self._folder / RECORD).unlink()
+                self._folder.rmdir()
 
 
 def serve(

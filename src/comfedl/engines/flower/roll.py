@@ -16,6 +16,7 @@ from comfedl.errors import ConfigError
 
 logger = logging.getLogger("comfedl")
 
+WHO = 120.0  # seconds at most that a node has to say who it is: all others wait for it
 LOOK = 2.0  # seconds between two looks for sites that are still to come
 
 
@@ -29,7 +30,7 @@ class Roll:
     """
 
     def __init__(self, grid: Grid, expected: int | Sequence[str] | None, patience: float, deadline: float) -> None:
-        self._grid, self._deadline = grid, deadline
+        self._grid, self._deadline = grid, min(deadline, WHO)
         self._known: dict[int, str | None] = {}  # what each node has said; None is one that is refused
         self._samples: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
