@@ -29,7 +29,7 @@ from comfedl.sites.daemons import DaemonError, Daemons, free_ports, listening
 from comfedl.sites.server import settings_at_sites
 
 STATES = "sites"  # the folder in the run's for what clients keep
-START = 300.0  # seconds that the SuperLink has to start
+START = 600.0  # seconds that the SuperLink has to start, and flwr to answer
 CLIENT = (
     "from comfedl.engines.flower import client_app\nfrom comfedl.sites.local import share\n\napp = client_app(share)\n"
 )

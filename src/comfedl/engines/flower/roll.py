@@ -35,8 +35,10 @@ class Roll:
         self._samples: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._complete = False
+        # Whom there may be: None is anybody, until the run has begun.
+        self._allowed = set(expected) if isinstance(expected, Sequence) else None
         self._await(expected, patience)
-        self._complete = True
+        self._complete, self._allowed = True, {*self._samples}
         self.names: Sequence[str] = sorted(self._samples)
         self.sizes: NDArray[np.int64] = np.array([self._samples[name] for name in self.names], dtype=np.int64)
         self.shape = self._shape()
@@ -49,32 +51,20 @@ class Roll:
         count = 1 if expected is None else expected if isinstance(expected, int) else len(expected)
         until, told = time.monotonic() + patience, -1
         while True:
-            online = set(self._grid.get_node_ids())
-            if len(online) >= count:
-                here = self._call(online)
-                missing = [] if expected is None or isinstance(expected, int) else sorted(set(expected) - set(here))
-                strangers = [] if isinstance(expected, int | None) else sorted(set(here) - set(expected))
-                if strangers:
-                    raise ConfigError(
-                        f"A site says that it is {strangers[0]!r}, but the sites of this run are "
-                        f"{', '.join(sorted(expected or ()))}; stop that SuperNode, or name it in flower.sites."
-                    )
-                if len(here) >= count and not missing:
-                    break
+            here = self._call(set(self._grid.get_node_ids()))
+            if len(here) >= count:
+                break
             if time.monotonic() >= until:
-                names = sorted(name for name in self._known.values() if name)
                 raise ConfigError(
-                    f"Only {len(names)} of {count} sites are there after {patience:g} seconds "
-                    f"({', '.join(names) or 'none'}); start the other SuperNodes, or give flower.patience more."
+                    f"Only {len(here)} of {count} sites are there after {patience:g} seconds "
+                    f"({', '.join(sorted(here)) or 'none'}); start the other SuperNodes, or give flower.patience more."
                 )
-            if told != len(online):
-                logger.info("%d of %d sites are connected.", len(online), count)
-                told = len(online)
+            if told != len(here):
+                logger.info("%d of %d sites are there.", len(here), count)
+                told = len(here)
             time.sleep(LOOK)
-        if isinstance(expected, int) and len(self._samples) > expected:
-            raise ConfigError(
-                f"{len(self._samples)} sites are there, but flower.sites is {expected}; see who they are."
-            )
+        if isinstance(expected, int) and len(here) > expected:
+            raise ConfigError(f"{len(here)} sites are there, but flower.sites is {expected}; see who they are.")
 
     def _call(self, online: set[int]) -> dict[str, int]:
         fresh = [node for node in online if node not in self._known]
@@ -102,8 +92,8 @@ class Roll:
             raise ConfigError(
                 f"Two sites say that they are {name!r}; give each SuperNode a name of its own, and start again."
             )
-        if twin is not None or (self._complete and name not in self._samples):
-            why = "another node is that site" if twin is not None else "no such site was there when the run began"
+        if twin is not None or (self._allowed is not None and name not in self._allowed):
+            why = "another node is that site" if twin is not None else "it is not among the sites of this run"
             logger.warning("Node %d says that it is site %r, and is refused: %s.", node, name, why)
             if twin is None:
                 self._known[node] = None  # one whose twin may go is asked again
