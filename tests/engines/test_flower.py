@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
 from flwr.app import Error, Message
+from flwr.cli.build import build_fab_from_disk
+from flwr.cli.config_utils import load_and_validate
 from torch import nn
 
 import comfedl as cf
-from comfedl.config import Config, parse_config
+from comfedl.config import Config, parse_config, read_config
 from comfedl.engines.flower import wire
 from comfedl.models import mlp
 from comfedl.sites.apps import client_app
+from comfedl.sites.certs import make_certs
+from comfedl.sites.new import new_app
 from comfedl.sites.server import serve
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -326,3 +333,52 @@ def test_personal_models_stay_at_their_sites(three_clients: cf.FederatedData, tm
 def test_the_engine_is_not_started_by_name(three_clients: cf.FederatedData) -> None:
     with pytest.raises(cf.ConfigError, match="comfedl flower local"):
         cf.fit(double([4], 3), three_clients, cf.FedAvg(), engine="flower")
+
+
+def test_without_flower_it_says_what_to_install(tmp_path: Path) -> None:
+    code = "import importlib.util as u; found = u.find_spec; u.find_spec = lambda n: None if n == 'flwr' else found(n)"
+    code += "; import sys; sys.argv[1:] = ['flower', 'new', 'x']; from comfedl.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"error: {MISSING}\n")
+
+
+MISSING = "Flower is not installed, and it is what reaches the sites; install it with: pip install 'comfedl[flower]'."
+
+
+# What the commands write.
+
+
+def test_certs(tmp_path: Path) -> None:
+    written = make_certs(tmp_path / "keys", ["north", "south"], ["server.example.org", "10.0.0.7"])
+    assert {path.name for path in written} == {
+        *("ca.crt", "ca.key", "server.pem", "server.key"),
+        *("north.key", "north.pub", "south.key", "south.pub"),
+    }
+    assert all(path.stat().st_mode & 0o077 == 0 for path in written if path.suffix == ".key")
+    ca, server = (x509.load_pem_x509_certificate((tmp_path / "keys" / name).read_bytes()) for name in CERTIFICATES)
+    server.verify_directly_issued_by(ca)
+    hosts = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert {"localhost", "server.example.org"} <= set(hosts.get_values_for_type(x509.DNSName))
+    key = load_ssh_private_key((tmp_path / "keys" / "north.key").read_bytes(), None)
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    assert (tmp_path / "keys" / "north.pub").read_bytes().startswith(public)
+    with pytest.raises(cf.RunFolderError, match=r"already holds ca\.crt"):
+        make_certs(tmp_path / "keys", ["north"])
+    with pytest.raises(cf.ConfigError, match="a/b"):
+        make_certs(tmp_path / "other", ["a/b"])
+    assert not (tmp_path / "other").exists()
+
+
+CERTIFICATES = ("ca.crt", "server.pem")
+
+
+def test_a_new_app_is_what_flower_wants(tmp_path: Path, three_clients: cf.FederatedData) -> None:
+    new_app(tmp_path / "our-study")
+    _, warnings = load_and_validate(tmp_path / "our-study" / "pyproject.toml", check_module=False)
+    assert warnings == []
+    assert build_fab_from_disk(tmp_path / "our-study")
+    settings = read_config(tmp_path / "our-study" / "our_study" / "config.toml", ["rounds=1", "data.classes=3"])
+    assert serve(grid_of(three_clients, tmp_path / "sites"), settings).rounds[-1]["round"] == 1
+    compile((tmp_path / "our-study" / "our_study" / "data.py").read_text(), "data.py", "exec")
+    with pytest.raises(cf.RunFolderError, match="is there already"):
+        new_app(tmp_path / "our-study")

@@ -9,6 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
 from comfedl.config import parse_config, read_config
 from comfedl.data.federated import FederatedData
 from comfedl.engines.embedded import Embedded
@@ -18,11 +22,6 @@ from comfedl.errors import ComfedlError, ConfigError, DataError
 from comfedl.files import write_atomic
 from comfedl.inputs import check_fit, make_learner
 from comfedl.sites.server import serve
-
-# The line before would have said that Flower is missing, if it were.
-from flwr.app import Context, Message, RecordDict  # isort: skip
-from flwr.clientapp import ClientApp  # isort: skip
-from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 logger = logging.getLogger("comfedl")
 

@@ -9,17 +9,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from comfedl.errors import ConfigError, RunFolderError
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-try:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-except ImportError as error:
-    raise ConfigError(
-        "cryptography is not installed, and it is what makes the keys; install it with: pip install 'comfedl[flower]'."
-    ) from error
+from comfedl.errors import ConfigError, RunFolderError
 
 DAYS = 365
 HOSTS = ("localhost", "127.0.0.1", "::1")

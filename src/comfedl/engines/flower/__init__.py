@@ -2,13 +2,21 @@
 
 ``server_app`` and ``client_app`` need configs and the loop of rounds, so they live above the engines, in
 ``comfedl.sites``; they are given here too, since this is where one looks for them. Nothing of Flower is imported before
-it is needed.
+it is needed; only that it is there is looked at.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
+
+from comfedl.errors import ConfigError
+
+if importlib.util.find_spec("flwr") is None:
+    raise ConfigError(
+        "Flower is not installed, and it is what reaches the sites; install it with: pip install 'comfedl[flower]'."
+    )
 
 _HOMES = {
     "Sites": "comfedl.engines.flower.engine",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from flwr.serverapp import Grid
@@ -79,11 +80,11 @@ class Roll:
             self._enter(node, answer[0], online)
         return {name: node for node, name in self._known.items() if name is not None and node in online}
 
-    def _enter(self, node: int, said: dict[str, object], online: set[int]) -> None:
+    def _enter(self, node: int, said: Mapping[str, Any], online: set[int]) -> None:
         """Write down what a node says of itself, unless another one says it too."""
         try:
-            name, samples = str(said["name"]), int(said["samples"])  # type: ignore[call-overload]
-            shape = tuple(int(size) for size in said["shape"])  # type: ignore[attr-defined]
+            name, samples = str(said["name"]), int(said["samples"])
+            shape = tuple(int(size) for size in said["shape"])
         except (KeyError, TypeError, ValueError):
             logger.warning("Node %d does not say which client it is: its answer cannot be read.", node)
             return

@@ -9,18 +9,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from safetensors.torch import load, save
 from torch import Tensor
 
-from comfedl.errors import ComfedlError, ConfigError
+from comfedl.errors import ComfedlError
 from comfedl.tree import Tree
-
-try:
-    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-except ImportError as error:
-    raise ConfigError(
-        "Flower is not installed, and it is what reaches the sites; install it with: pip install 'comfedl[flower]'."
-    ) from error
 
 TENSORS, TEXT, KIND = "tensors", "text", "safetensors"
 
