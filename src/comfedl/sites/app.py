@@ -19,7 +19,7 @@ version = "0.1.0"
 description = "Federated learning over our sites with comfedl."
 license = {{ file = "LICENSE" }}
 requires-python = ">=3.11"
-dependencies = ["comfedl[flower]"]
+dependencies = ["comfedl[flower]", "flwr>=1.41,<1.43"]
 
 [tool.hatch.build.targets.wheel]
 packages = ["{package}"]

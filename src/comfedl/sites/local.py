@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from comfedl.config import Config, FlowerTable
 from comfedl.data.federated import FederatedData
@@ -217,7 +218,7 @@ def wait_for(what: Callable[[], bool], seconds: float, complaint: str, daemons: 
 
 def _save(path: Path, fed: FederatedData, name: str) -> None:
     """One client's data as a file: a site of a trial has no others'."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for split in ("train", "validation", "test", "outer"):
         part = fed.split(split, instead="none")
         if part is not None and name in part:
