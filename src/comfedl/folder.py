@@ -40,10 +40,11 @@ from comfedl.tree import Tree
 # What a run writes. A folder that holds any of these is not free, since they would be replaced.
 FILES = (
     *("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint"),
+    *("sites.json", "sites.jsonl"),  # of a run over sites
     ranks.MARK,
 )
 # What of a config says where a run is computed and not which run it is: another engine may go on with it.
-PLACES = ("engine", "embedded", "distributed")
+PLACES = ("engine", "embedded", "distributed", "flower")
 RECORDS = ("rounds.jsonl", "clients.jsonl")
 
 # Without ``checkpoint_every``, a checkpoint is written about every so many seconds of work.

@@ -276,7 +276,7 @@ class _Run:
         )
         try:
             state, used = self.algorithm.round(state, here)
-        except QuorumError:
+        except (QuorumError, Diverged):
             self.close()  # the round before this one is whole, and the run can go on from it
             raise
         self.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -48,17 +50,14 @@ class InProcess(Grid):
             node, name = message.metadata.dst_node_id, f"message {len(self.seen)}"
             message.metadata.__dict__["_message_id"] = name
             self.seen.append((node, message.metadata.group_id))
-            self.bytes.append(_flat(message.content))
             names.append(name)
             app, settings = self.sites[node]
             context = Context(1, node, dict(settings), RecordDict(), {})
-            reply: Message | None = app(message, context)
+            reply: Message | None = app(self._carried(message), context)
             if node in self.tamper and reply is not None:
                 reply = self.tamper[node](message, reply)
             if reply is not None:
-                self._replies[name] = reply
-                if reply.has_content():
-                    self.bytes.append(_flat(reply.content))
+                self._replies[name] = self._carried(reply)
         return names
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -68,11 +67,10 @@ class InProcess(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         raise NotImplementedError
 
-
-def _flat(content: RecordDict) -> bytes:
-    """Every byte of a message's content."""
-    arrays = b"".join(part.data for record in content.array_records.values() for part in record.values())
-    return arrays + repr(content.config_records).encode() + repr(content.metric_records).encode()
+    def _carried(self, message: Message) -> Message:
+        """A message after it was nothing but bytes, as Flower writes them."""
+        self.bytes.append(message_to_proto(message).SerializeToString())
+        return message_from_proto(ProtoMessage.FromString(self.bytes[-1]))
 
 
 def alone(fed: cf.FederatedData, name: str) -> cf.FederatedData:
@@ -81,7 +79,7 @@ def alone(fed: cf.FederatedData, name: str) -> cf.FederatedData:
     return cf.FederatedData(**{split: {name: part[name]} for split, part in splits.items() if part is not None})
 
 
-def grid_of(fed: cf.FederatedData, state: Path) -> InProcess:
+def grid_of(fed: cf.FederatedData, state: Path, mods: Sequence[Any] = ()) -> InProcess:
     """A grid with a site for every client, under node numbers in no order."""
-    app = client_app(lambda node: alone(fed, node["site"]), state)
+    app = client_app(lambda node: alone(fed, node["site"]), state, mods)
     return InProcess({(7919 * (k + 3)) % 101: (app, {"site": name}) for k, name in enumerate(fed.names)})

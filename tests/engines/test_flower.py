@@ -114,20 +114,45 @@ def test_a_round_is_one_message(three_clients: cf.FederatedData, tmp_path: Path)
     }
 
 
-def test_no_sample_is_among_the_bytes(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def samples_in(passed: bytes, fed: cf.FederatedData) -> list[tuple[str, int]]:
+    """The samples of all clients that are found in these bytes, as numbers of either width or written out."""
+    found = []
+    for split in (fed.train, fed.validation):
+        assert split is not None
+        for name in fed.names:
+            for place, row in enumerate(split[name][0]):
+                forms = [row.to(dtype).numpy().tobytes() for dtype in (torch.float64, torch.float32)]
+                forms += [repr(float(value)).encode() for value in row]
+                found += [(name, place)] if any(form in passed for form in forms) else []
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_sample_is_among_the_bytes(method: str, three_clients: cf.FederatedData, tmp_path: Path) -> None:
     grid = grid_of(three_clients, tmp_path)
-    serve(grid, config("ditto"))
+    result = serve(grid, config(method))
     passed = b"".join(grid.bytes)
-    assert len(passed) > 10_000
-    for name in three_clients.names:
-        for split in (three_clients.train, three_clients.validation):
-            assert split is not None
-            for value in split[name][0].flatten():
-                for dtype in (torch.float64, torch.float32):
-                    assert value.to(dtype).numpy().tobytes() not in passed
-                assert repr(float(value)).encode() not in passed
-    # The same search does find what travels.
-    assert serve(grid, config()).params["1.weight"].numpy().tobytes() in b"".join(grid.bytes)
+    assert samples_in(passed, three_clients) == []
+    for name, part in result.params.items():  # the same search does find what travels: the last evaluation's model
+        assert part.numpy().tobytes() in passed, name
+
+
+@pytest.mark.parametrize("width", [torch.float32, torch.float64])
+def test_a_sample_in_a_reply_is_found(width: torch.dtype, three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    """The search above would find a client that gives a sample away."""
+
+    def leak(message: Message, context: Any, call: Any) -> Message:
+        body, tensors = wire.opened(call(message, context).content)
+        packed = wire.Packed()
+        for part in body.get("answers", ()):
+            part["reply"] = packed.put(wire.unpacked(part["reply"], tensors))
+        body["more"] = packed.put(alone(three_clients, context.node_config["site"]).train.x[3:5].to(width))
+        return Message(wire.content(body, packed.record()), reply_to=message)
+
+    grid = grid_of(three_clients, tmp_path, mods=[leak])
+    serve(grid, config())
+    expected = [(name, place) for name in three_clients.names for place in (3, 4)]
+    assert samples_in(b"".join(grid.bytes), three_clients) == expected
 
 
 # Faults.
@@ -322,6 +347,98 @@ def test_a_site_that_is_not_known_is_refused(
     result = serve(grid_of(three_clients, tmp_path), config(flower={"sites": ["a", "b"], "patience": 0.1}))
     assert list(result.names) == ["a", "b"]
     assert "'c', and is refused: it is not among the sites" in caplog.text
+
+
+def test_a_run_goes_on_while_a_site_is_away(
+    three_clients: cf.FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, run = config("ditto", rounds=6, flower={"deadline": 0.5, "patience": 30.0}), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid_of(three_clients, tmp_path / "sites"), settings, run, callbacks=[Stop(2)])
+    grid = grid_of(three_clients, tmp_path / "sites")
+    node = only(grid, "b")
+    site = grid.sites.pop(node)
+
+    class Back(cf.Callback):
+        def round_done(self, number: int) -> None:
+            if number == 4:
+                grid.sites[node] = site
+
+    result = serve(grid, settings, run, resume=True, callbacks=[Back()])
+    assert "goes on with 2 of its 3 sites: a, c" in caplog.text
+    assert list(result.names) == ["a", "b", "c"]
+    took_part = {row["round"]: row["answered"] for row in rows(run) if row["step"] == "train"}
+    assert took_part == {k: ["a", "c"] if k in (3, 4, 5) else ["a", "b", "c"] for k in range(1, 7)}
+    assert "lost what it kept" not in caplog.text
+
+
+def test_under_the_quorum_a_run_does_not_go_on(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    settings, run = config(rounds=4, flower={"deadline": 0.1, "patience": 0.3}), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid_of(three_clients, tmp_path / "sites"), settings, run, callbacks=[Stop(2)])
+    grid = grid_of(three_clients, tmp_path / "sites")
+    whole = dict(grid.sites)
+    grid.sites = {only(grid, "a"): grid.sites[only(grid, "a")]}
+    with pytest.raises(cf.ConfigError, match=r"Only 1 of 3 sites .*\(a\)"):
+        serve(grid, settings, run, resume=True)
+    grid.sites = whole
+    assert_same(serve(grid, settings, run, resume=True), embedded(settings, three_clients), 1e-12)
+
+
+def test_a_site_with_other_data_does_not_go_on(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid_of(three_clients, tmp_path / "sites"), config(), tmp_path / "run", callbacks=[Stop(2)])
+    x, y = three_clients.train["b"]
+    grid = grid_of(three_clients, tmp_path / "sites")
+    other = client_app(lambda node: cf.FederatedData({"b": (x[:4], y[:4])}), tmp_path / "sites")
+    grid.sites[only(grid, "b")] = other, {"site": "b"}
+    with pytest.raises(cf.ConfigError, match="'b' had 5 samples when the run began and now has 4"):
+        serve(grid, config(), tmp_path / "run", resume=True)
+
+
+def test_a_forced_run_that_fails_leaves_the_old_one(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    grid, run = grid_of(three_clients, tmp_path / "sites"), tmp_path / "run"
+    serve(grid, config(), run)
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    with pytest.raises(cf.Diverged):
+        serve(grid, config(algorithm={"name": "fedavg", "lr": 1e200}), run, force=True)
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    assert {"sites.json", "sites.jsonl"} <= before.keys()
+    with pytest.raises(cf.Diverged):
+        serve(grid, config(algorithm={"name": "fedavg", "lr": 1e200}), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_twin_is_asked_again_only_when_the_other_has_gone(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    grid = grid_of(three_clients, tmp_path / "sites")
+    node = only(grid, "c")
+    site = grid.sites[node]
+
+    class Twin(cf.Callback):
+        def round_done(self, number: int) -> None:
+            if number == 1:
+                grid.sites[5000] = site
+            if number == 4:
+                del grid.sites[node]
+
+    serve(grid, config(rounds=7), tmp_path / "run", callbacks=[Twin()])
+    took_part = [row["answered"] for row in rows(tmp_path / "run") if row["step"] == "train"]
+    assert took_part == [["a", "b", "c"]] * 7
+    assert grid.seen.count((5000, "who")) == 2
+
+
+def test_a_mod_that_gives_nothing(
+    three_clients: cf.FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flower's SuperNode would wait for ever."""
+
+    def swallow(message: Message, context: Any, call: Any) -> Any:
+        reply = call(message, context)
+        return None if (message.metadata.group_id, context.node_config["site"]) == ("round 2", "b") else reply
+
+    result = serve(grid_of(three_clients, tmp_path, [swallow]), config())
+    assert "site 'b' is left out of 'train': ConfigError: A mod gave NoneType" in caplog.text
+    assert {row["client"] for row in result.clients if row["round"] == 3} == {"a", "b", "c"}
 
 
 def test_personal_models_stay_at_their_sites(three_clients: cf.FederatedData, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
@@ -71,22 +71,23 @@ def client_app(data: Load, state: str | Path | None = None, mods: Sequence[Any] 
             it. Default: comfedl-site in the working folder.
         mods: Flower's mods, around every message.
     """
-    app = ClientApp(mods=list(mods))
+    app = _Site(mods=list(mods))
 
-    def who(message: Message, context: Context) -> RecordDict:
+    @app.query("who")
+    def who(message: Message, context: Context) -> Message:
         fed = _load(data, context)
         body = {"name": fed.names[0], "samples": int(fed.train.sizes[0]), "shape": list(fed.train.x.shape[1:])}
-        return wire.content(body)
+        return Message(wire.content(body), reply_to=message)
 
-    def step(message: Message, context: Context) -> RecordDict:
+    @app.train("step")
+    def step(message: Message, context: Context) -> Message:
         fed = _load(data, context)
         body, tensors = wire.opened(message.content)
         folder = Path(str(context.node_config.get("state") or state or "comfedl-site"))
         engine = site_engine(str(body["config"]), fed)
-        return answer(engine, Store(folder, fed.names[0], str(body["run"])), body, tensors)
+        content = answer(engine, Store(folder, fed.names[0], str(body["run"])), body, tensors)
+        return Message(content, reply_to=message)
 
-    app.query("who")(_always(who))
-    app.train("step")(_always(step))
     return app
 
 
@@ -111,14 +112,15 @@ def _load(data: Load, context: Context) -> FederatedData:
     return fed
 
 
-def _always(handle: Callable[[Message, Context], RecordDict]) -> Callable[[Message, Context], Message]:
-    """A handler that always replies: without a reply Flower's SuperNode waits until it is started anew."""
+class _Site(ClientApp):
+    """A ClientApp that always replies, whatever happens in it: without a reply a SuperNode waits for ever."""
 
-    def handler(message: Message, context: Context) -> Message:
+    def __call__(self, message: Message, context: Context) -> Message:
         try:
-            return Message(handle(message, context), reply_to=message)
+            reply = super().__call__(message, context)
+            if not isinstance(reply, Message):
+                raise ConfigError(f"A mod gave {type(reply).__name__} in place of a reply.")
         except (Exception, SystemExit) as error:  # the site's own function may raise anything
             logger.exception("This site cannot answer.")
             return Message(wire.content({"error": said(error)}), reply_to=message)
-
-    return handler
+        return reply

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ from comfedl.callbacks import Callback
 from comfedl.config import LOOP, Config, FlowerTable
 from comfedl.engines import AT_SITES
 from comfedl.engines.flower.engine import Sites
-from comfedl.engines.flower.roll import Roll
+from comfedl.engines.flower.roll import Known, Roll
+from comfedl.errors import RunFolderError
+from comfedl.files import write_atomic
 from comfedl.inputs import check_counts, make_learner
 from comfedl.result import Result
 from comfedl.run import fit_on
 from comfedl.settings import to_toml
 
-RECORD = "sites.jsonl"
+RECORD, SITES = "sites.jsonl", "sites.json"
 
 
 def settings_at_sites(config: Config) -> dict[str, Any]:
@@ -30,32 +32,36 @@ def settings_at_sites(config: Config) -> dict[str, Any]:
 
 
 class Attendance(Callback):
-    """Writes who was asked for what, and who did not answer and why, to ``sites.jsonl`` in the run's folder."""
+    """Writes who was asked for what and when, and who did not answer and why, to ``sites.jsonl`` in the run's folder.
+
+    ``sites.json`` beside it holds the sites themselves, so that a run can go on while one of them is away.
+    """
 
     def __init__(self, folder: Path | None, resume: bool) -> None:
         self._folder, self._resume = folder, resume
-        self._early: list[str] | None = []
+        self.known: Known | None = None
+
+    def before(self) -> Known | None:
+        """The sites of the run that goes on; None where there is none."""
+        path = None if self._folder is None else self._folder / SITES
+        if not self._resume or path is None or not path.exists():
+            return None
+        try:
+            said = json.loads(path.read_text("utf-8"))
+            return Known({str(k): int(v) for k, v in said["samples"].items()}, tuple(map(int, said["shape"])))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunFolderError(f"{path} cannot be read; start the run anew with --force.") from error
 
     def add(self, event: dict[str, Any]) -> None:
-        line = json.dumps(event) + "\n"
-        if self._early is not None:
-            self._early.append(line)
-        elif self._folder is not None:
+        if self._folder is not None:
+            line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **event}) + "\n"
             with (self._folder / RECORD).open("a", encoding="utf-8") as file:
                 file.write(line)
 
     def started(self) -> None:
-        early, self._early = self._early or [], None
-        if self._folder is not None:
-            with (self._folder / RECORD).open("a" if self._resume else "w", encoding="utf-8") as file:
-                file.writelines(early)
-
-    def failed(self, error: BaseException) -> None:
-        """Leave nothing where the run has left nothing."""
-        if self._folder is not None and not (self._folder / "config.toml").exists():
-            with contextlib.suppress(OSError):
-                (self._folder / RECORD).unlink()
-                self._folder.rmdir()
+        if self._folder is not None and self.known is not None:
+            told = {"shape": list(self.known.shape), "samples": dict(self.known.samples)}
+            write_atomic(self._folder / SITES, json.dumps(told, indent=2).encode())
 
 
 def serve(
@@ -71,13 +77,14 @@ def serve(
     A checkpoint is written after every round unless the config says otherwise: a round over sites takes seconds.
     """
     options, algorithm = config.flower or FlowerTable(), config.make_algorithm()
-    roll = Roll(grid, options.sites, options.patience, options.deadline)
+    attendance = Attendance(out, resume)
+    roll = Roll(grid, options.sites, options.patience, options.deadline, attendance.before(), config.quorum)
+    attendance.known = roll.known
     check_counts(len(roll.names), config.clients_per_round, config.eval_clients)
-    _, initial, frozen = make_learner(config.make_model_for(roll.shape), "cross_entropy", algorithm)
+    _, initial, frozen = make_learner(config.make_model_for(roll.known.shape), "cross_entropy", algorithm)
     settings = settings_at_sites(config)
     text = to_toml(settings)
     name = hashlib.blake2b(f"{text}\0{out}".encode(), digest_size=8).hexdigest()
-    attendance = Attendance(out, resume)
     loop = {key: getattr(config, key) for key in LOOP if key not in ("engine", "save_personal", "checkpoint_every")}
     return fit_on(
         Sites(grid, roll, text, name, options.deadline, attendance.add),
