@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
+
 import torch
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
@@ -489,6 +492,7 @@ def test_certs(tmp_path: Path) -> None:
 CERTIFICATES = ("ca.crt", "server.pem")
 
 
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # in Flower itself
 def test_a_new_app_is_what_flower_wants(tmp_path: Path, three_clients: cf.FederatedData) -> None:
     new_app(tmp_path / "our-study")
     _, warnings = load_and_validate(tmp_path / "our-study" / "pyproject.toml", check_module=False)

@@ -33,7 +33,7 @@ def local(
     parsed = read_config(config, set or ())
     folder = out or Path("runs") / config.stem
     try:
-        run_local(parsed, folder, sites, force, resume)
+        run_local(parsed, folder, sites, force, resume, tell=lambda line: typer.echo(line, err=True))
     except KeyboardInterrupt:
         typer.echo("interrupted; what was started is stopped; the run goes on with --resume", err=True)
         sys.exit(130)

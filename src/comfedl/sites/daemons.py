@@ -11,7 +11,7 @@ import subprocess
 import sysconfig
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -54,20 +54,18 @@ class Daemons:
     ) -> None:
         self.stop()
 
-    def start(
-        self, name: str, command: Sequence[str], more: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
-        """Start a process whose output goes to NAME.log; Ctrl-C in the terminal is ours and not its."""
+    def start(self, name: str, command: Sequence[str], folder: Path | None = None) -> subprocess.Popen[bytes]:
+        """Start a process, in this folder, whose output goes to NAME.log; Ctrl-C in the terminal is not its."""
         program = Path(sysconfig.get_path("scripts")) / command[0]
         with self.log(name).open("ab") as log:
             self._started[name] = subprocess.Popen(
                 [str(program) if program.exists() else command[0], *command[1:]],
-                env={**self.environment, **(more or {})},
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                cwd=self.folder,
+                cwd=folder or self.folder,
             )
         return self._started[name]
 
@@ -97,32 +95,42 @@ class Daemons:
         return [pid for pid in found if pid != os.getpid()]
 
     def stop(self) -> None:
-        """End everything; another Ctrl-C meanwhile does not keep it from that."""
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if _in_main_thread() else None
+        """End everything; another Ctrl-C or SIGTERM meanwhile does not keep it from that."""
+        ours = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in ours}
         try:
-            for number, patience in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, 10 * PATIENCE)):
+            for signum, patience in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, 10 * PATIENCE)):
                 until = time.monotonic() + patience
-                self._tell(number)
+                self._tell(signum)
                 while self._alive() and time.monotonic() < until:
                     time.sleep(0.1)
-                    if number == signal.SIGKILL:  # a process may just have started another
-                        self._tell(number)
+                    if signum == signal.SIGKILL:  # a process may just have started another
+                        self._tell(signum)
         finally:
-            if before is not None:
-                signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def end(self, name: str) -> None:
+        """Ask one process to end, and see that it does."""
+        process = self._started.pop(name)
+        process.terminate()
+        process.wait()
 
     def kill(self, name: str) -> None:
-        """End one process and all of its session at once, as a power cut would."""
+        """End a process and all that it has started at once, as a power cut would."""
         process = self._started.pop(name)
-        session = process.pid
-        below = [pid for pid in self.pids() if _descends(pid, session)]
-        for pid in (session, *below):
+        below = [pid for pid in self.pids() if _descends(pid, process.pid)]
+        for pid in (process.pid, *below):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
 
     def _tell(self, number: int) -> None:
-        for pid in {*self.pids(), *(p.pid for p in self._started.values() if p.poll() is None)}:
+        for process in self._started.values():
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, number)
+        for pid in self.pids():  # some start sessions of their own
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 
