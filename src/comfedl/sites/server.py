@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ class Attendance(Callback):
 
     def add(self, event: dict[str, Any]) -> None:
         if self._folder is not None:
-            line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **event}) + "\n"
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            line = json.dumps({"time": now, **event}) + "\n"
             with (self._folder / RECORD).open("a", encoding="utf-8") as file:
                 file.write(line)
 
@@ -84,7 +85,8 @@ def serve(
     _, initial, frozen = make_learner(config.make_model_for(roll.known.shape), "cross_entropy", algorithm)
     settings = settings_at_sites(config)
     text = to_toml(settings)
-    name = hashlib.blake2b(f"{text}\0{out}".encode(), digest_size=8).hexdigest()
+    which = to_toml({key: value for key, value in settings.items() if key != "flower"})
+    name = hashlib.blake2b(f"{which}\0{out}".encode(), digest_size=8).hexdigest()
     loop = {key: getattr(config, key) for key in LOOP if key not in ("engine", "save_personal", "checkpoint_every")}
     return fit_on(
         Sites(grid, roll, text, name, options.deadline, attendance.add),

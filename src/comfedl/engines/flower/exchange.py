@@ -12,11 +12,12 @@ from torch import Tensor
 
 from comfedl.engines.flower import wire
 
-POLL = 0.2  # seconds between two looks for replies; Flower's own loop sleeps three
+POLL, SELDOM = 0.2, 1.0  # seconds between two looks for replies, at first and later; Flower's own loop sleeps three
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 # Flower's errors by their numbers, as a site's owner would say it.
-REASONS = {3: "no answer came in time", 5: "its SuperNode is gone", 8: "its process died in the middle of the work"}
+TOO_LATE = 3
+REASONS = {5: "its SuperNode is gone", 8: "its process died in the middle of the work"}
 
 
 def exchange(
@@ -30,20 +31,22 @@ def exchange(
     messages = [Message(contents[node], node, kind, ttl=deadline, group_id=group) for node in nodes]
     sent = list(grid.push_messages(messages)) if messages else []
     found: dict[int, Answer | str] = {}
+    silent = f"no answer came in {deadline:g} seconds"
     waiting = {name: node for name, node in zip(sent, nodes, strict=False) if name}
-    until = time.monotonic() + deadline
+    until, pause = time.monotonic() + deadline, POLL
     while waiting:
         for reply in grid.pull_messages(list(waiting)):
             node = waiting.pop(reply.metadata.reply_to_message_id, None)
             if node is not None:
-                found[node] = _read(reply)
+                late = reply.has_error() and reply.error.code == TOO_LATE
+                found[node] = silent if late else _read(reply)
         if not waiting or time.monotonic() >= until:
             break
-        time.sleep(POLL)
+        time.sleep(pause)
+        pause = min(1.1 * pause, SELDOM)
     for node in nodes:
         if node not in found:
-            lost = node in waiting.values()
-            found[node] = f"no answer came in {deadline:g} seconds" if lost else "the message could not be sent"
+            found[node] = silent if node in waiting.values() else "the message could not be sent"
     return found
 
 
