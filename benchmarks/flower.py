@@ -3,8 +3,8 @@
     python -m benchmarks.flower [--rounds 8] [--sites 3] [--out results/benchmarks]
 
 Both run ComFedL with KL weights on digits: the sites as ``comfedl flower local`` starts them (a SuperLink and
-SuperNodes with TLS and keys), and the embedded engine. That both end with the same model is checked. ``flower.json`` gets the
-seconds of every round, the machine with its load, and the commit; ``flower.md`` the medians.
+SuperNodes with TLS and keys), and the embedded engine. That both end with the same model is checked. ``flower.json``
+gets the seconds of every round, the machine with its load, and the commit; ``flower.md`` the medians.
 """
 
 from __future__ import annotations

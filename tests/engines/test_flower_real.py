@@ -64,6 +64,10 @@ def trained(out: Path) -> dict[int, dict[str, Any]]:
     return {row["round"]: row for row in rows if row["step"] == "train"}
 
 
+def lines(out: Path) -> int:
+    return len((out / "sites.jsonl").read_text().splitlines())
+
+
 def until(what: Callable[[], bool], complaint: str) -> None:
     end = time.monotonic() + LONG
     while not what():
@@ -335,7 +339,7 @@ def study(tmp_path: Path) -> Iterator[Site]:
     app = tmp_path / "our-study"
     subprocess.run([*comfedl, "certs", "keys", "--sites", ",".join(names)], cwd=app, check=True, capture_output=True)
     settings = app / "our_study" / "config.toml"
-    text = settings.read_text().replace("rounds = 50", "rounds = 4\nquorum = 0.9")
+    text = settings.read_text().replace("rounds = 50", "rounds = 3\nquorum = 0.9")
     settings.write_text(re.sub(r'name = "comfedl"\nouter = .*', 'name = "ditto"', text))
     made = Site(app, names)
     with made.daemons:
@@ -360,8 +364,9 @@ def test_a_server_that_is_killed_goes_on_and_so_does_a_run_under_the_quorum(stud
 
     study.start_link()
     run = study.run(resume=True)
-    until(lambda: 3 in trained(out) or run.poll() is not None, "round 3 has not come")
-    assert 3 in trained(out), study.daemons.last_words("run")
+    before = lines(out)
+    until(lambda: lines(out) > before or run.poll() is not None, "round 2 is not done again")
+    assert lines(out) > before, study.daemons.last_words("run")
     study.daemons.end("west")
     said = "only 2 of 3 clients can be used"
     until(lambda: said in study.daemons.log("run").read_text(), "the run does not stop under its quorum")
@@ -372,7 +377,7 @@ def test_a_server_that_is_killed_goes_on_and_so_does_a_run_under_the_quorum(stud
     until(lambda: (out / "summary.json").exists(), "the run does not end")
     assert_model(out, embedded(study))
     rows = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
-    assert [row["round"] for row in rows] == [1, 2, 3, 4]
+    assert [row["round"] for row in rows] == [1, 2, 3]
     for name in study.names:  # what a client keeps is in its own site's folder
         assert [path.name for path in (study.app.parent / "state" / name).iterdir()] == [name]
 

@@ -31,7 +31,8 @@ class Daemons:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.mark = folder, secrets.token_hex(8)
-        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._named: dict[str, subprocess.Popen[bytes]] = {}  # the last one of each name
         home = folder / "flwr"
         home.mkdir(parents=True, exist_ok=True)
         self.environment = {
@@ -41,7 +42,6 @@ class Daemons:
             "FLWR_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
             MARK: self.mark,
         }
@@ -58,7 +58,7 @@ class Daemons:
         """Start a process, in this folder, whose output goes to NAME.log; Ctrl-C in the terminal is not its."""
         program = Path(sysconfig.get_path("scripts")) / command[0]
         with self.log(name).open("ab") as log:
-            self._started[name] = subprocess.Popen(
+            process = subprocess.Popen(
                 [str(program) if program.exists() else command[0], *command[1:]],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -67,7 +67,9 @@ class Daemons:
                 start_new_session=True,
                 cwd=folder or self.folder,
             )
-        return self._started[name]
+        self._started.append(process)
+        self._named[name] = process
+        return process
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -75,7 +77,7 @@ class Daemons:
     def check(self, *names: str) -> None:
         """See that these are still running."""
         for name in names:
-            code = self._started[name].poll()
+            code = self._named[name].poll()
             if code is not None:
                 raise DaemonError(f"{name} has ended with code {code}; its last words: {self.last_words(name)}")
 
@@ -112,13 +114,13 @@ class Daemons:
 
     def end(self, name: str) -> None:
         """Ask one process to end, and see that it does."""
-        process = self._started.pop(name)
+        process = self._named.pop(name)
         process.terminate()
         process.wait()
 
     def kill(self, name: str) -> None:
         """End a process and all that it has started at once, as a power cut would."""
-        process = self._started.pop(name)
+        process = self._named.pop(name)
         below = [pid for pid in self.pids() if _descends(pid, process.pid)]
         for pid in (process.pid, *below):
             with contextlib.suppress(ProcessLookupError):
@@ -126,7 +128,7 @@ class Daemons:
         process.wait()
 
     def _tell(self, number: int) -> None:
-        for process in self._started.values():
+        for process in self._started:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
@@ -136,7 +138,7 @@ class Daemons:
 
     def _alive(self) -> bool:
         # poll() also takes note of those that have ended: until then they are there, for those who ask the system.
-        running = [process for process in self._started.values() if process.poll() is None]
+        running = [process for process in self._started if process.poll() is None]
         return bool(running or self.pids())
 
 
