@@ -158,6 +158,17 @@ def test_a_sample_in_a_reply_is_found(width: torch.dtype, three_clients: cf.Fede
     assert samples_in(b"".join(grid.bytes), three_clients) == expected
 
 
+def test_a_tensor_in_the_place_of_one_that_has_gone_is_another() -> None:
+    """Memory is given out again: what is packed later may lie where something packed before has lain."""
+    packed = wire.Packed()
+    names = [packed.put({"value": torch.full((64,), float(k))})["value"] for k in range(50)]
+    both = torch.zeros(3)
+    assert packed.put({"a": both, "b": both}) == {"a": "50", "b": "50"}  # the same one travels once
+    assert len(set(names)) == 50
+    _, tensors = wire.opened(wire.content({}, packed.record()))
+    assert [float(tensors[name][0]) for name in names] == list(range(50))
+
+
 # Faults.
 
 

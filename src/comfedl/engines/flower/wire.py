@@ -29,6 +29,7 @@ class Packed:
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._places: dict[tuple[Any, ...], str] = {}
+        self._seen: list[Tensor] = []  # kept, so that no other tensor takes the place of one that has gone
 
     def put(self, part: Tree) -> Any:
         """A tree as one of names; a tensor that stands in several places travels once."""
@@ -39,6 +40,7 @@ class Packed:
         place = (part.data_ptr(), part.shape, part.stride(), part.dtype) if part.numel() else (id(part),)
         if place not in self._places:
             self._places[place] = str(len(self._places))
+            self._seen.append(part)
             self._tensors[self._places[place]] = part.detach().cpu().contiguous().clone()
         return self._places[place]
 
