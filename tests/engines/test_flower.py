@@ -28,6 +28,7 @@ from comfedl.engines.flower import wire
 from comfedl.models import mlp
 from comfedl.sites.apps import client_app
 from comfedl.sites.certs import make_certs
+from comfedl.sites.local import run_local
 from comfedl.sites.new import new_app
 from comfedl.sites.server import serve
 
@@ -476,7 +477,34 @@ def test_without_flower_it_says_what_to_install(tmp_path: Path) -> None:
 MISSING = "Flower is not installed, and it is what reaches the sites; install it with: pip install 'comfedl[flower]'."
 
 
-# What the commands write.
+# What the commands say, and what they write.
+
+
+def test_a_trial_that_cannot_be_says_so_before_it_starts_anything(tmp_path: Path) -> None:
+    settings = parse_config({
+        "data": {"name": "digits", "partition": "iid", "clients": 3},
+        "algorithm": {"name": "fedavg"},
+    })  # fmt: skip
+    with pytest.raises(cf.ConfigError, match=r"--sites is 4, but the config's data have 3 clients"):
+        run_local(settings, tmp_path / "run", sites=4)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(cf.RunFolderError, match="already holds a run"):
+        run_local(settings, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"deadline": 0}, "flower.deadline is 0"),
+        ({"sites": 0}, "flower.sites is 0"),
+        ({"sites": ["a", "a"]}, "names that all differ"),
+        ({"site": 3}, "flower.site"),
+    ],
+)
+def test_a_table_that_cannot_be(table: dict[str, Any], words: str) -> None:
+    with pytest.raises(cf.ConfigError, match=words):
+        config(flower=table)
 
 
 def test_certs(tmp_path: Path) -> None:

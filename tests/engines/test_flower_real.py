@@ -268,7 +268,7 @@ def test_sites_that_fail_in_every_way_and_come_back(trial: Trial) -> None:
     assert rows[2]["absent"][second] == "no answer came in 60 seconds"
     assert third in rows[2]["absent"]
     assert rows[3]["absent"][second] == "ValueError (the site's own log has the rest)"
-    assert rows[4]["absent"][second] == "ConfigError: A mod gave NoneType in place of a reply."
+    assert rows[4]["absent"][second] == "ConfigError: A mod gave NoneType in place of a reply"
     assert third in rows[5]["answered"] or third in rows[6]["answered"]
     log = daemons.log("run").read_text()
     assert f"site '{third}' is left out of 'train'" in log
@@ -276,7 +276,7 @@ def test_sites_that_fail_in_every_way_and_come_back(trial: Trial) -> None:
     assert re.search(rf"Round 5: the reply of client '{second}' is refused: .*not finite", log)
     with (trial.out / "clients.jsonl").open() as file:
         weights = {(row["round"], row["client"]): row["weight"] for row in map(json.loads, file)}
-    assert weights[1, second] == weights[5, second] == 0  # they answered, and were refused
+    assert weights[5, second] == 0  # it answered, and was refused
     assert weights[6, first] > 0 and weights[6, second] > 0 and weights[6, third] > 0
     assert json.loads((trial.out / "summary.json").read_text())["rounds"] == 6
 

@@ -224,7 +224,7 @@ class Sites(Engine):
                 )
 
     def _report(self, ask: _Ask) -> None:
-        absent = {self.names[client]: reason for client, reason in sorted(ask.absent.items())}
+        absent = {self.names[client]: reason.rstrip(".") for client, reason in sorted(ask.absent.items())}
         for name, reason in absent.items():
             logger.warning("Round %d: site %r is left out of %r: %s.", ask.round, name, ask.step, reason)
         answered = [self.names[client] for client in sorted(ask.replies)]
