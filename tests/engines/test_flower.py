@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -491,6 +493,23 @@ def test_a_trial_that_cannot_be_says_so_before_it_starts_anything(tmp_path: Path
     (tmp_path / "config.toml").touch()
     with pytest.raises(cf.RunFolderError, match="already holds a run"):
         run_local(settings, tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing ends with a parent that is killed")
+def test_what_was_started_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from comfedl.sites.daemons import Daemons"
+    code += "; d = Daemons(Path(sys.argv[1])); print(d.start('sleeper', ['sleep', '600']).pid, flush=True); input()"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = Path("/proc") / process.stdout.readline().strip()
+        assert child.exists()
+        process.kill()
+    until = time.monotonic() + 60
+    with contextlib.suppress(OSError):  # it is not there any more
+        while " Z " not in (child / "stat").read_text():
+            assert time.monotonic() < until, "it lives on"
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 import threading
 import time
@@ -65,6 +67,7 @@ class Daemons:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_ends_with_us,
                 cwd=folder or self.folder,
             )
         self._started.append(process)
@@ -140,6 +143,20 @@ class Daemons:
         # poll() also takes note of those that have ended: until then they are there, for those who ask the system.
         running = [process for process in self._started if process.poll() is None]
         return bool(running or self.pids())
+
+
+def _linux() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+_LIBC = _linux()
+_PR_SET_PDEATHSIG = 1
+
+
+def _ends_with_us() -> None:
+    """In a process that begins: ask Linux to end it when its parent is killed and cannot do so itself."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _descends(pid: int, ancestor: int) -> bool:
