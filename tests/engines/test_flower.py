@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -298,6 +299,25 @@ def test_under_the_quorum_the_run_stops_and_goes_on(three_clients: cf.FederatedD
     grid.tamper = {}
     result = serve(grid, settings, tmp_path / "run", resume=True)
     assert_same(result, embedded(settings, three_clients), 1e-12)
+
+
+def test_a_round_under_the_quorum_leaves_the_one_before_it_whole(
+    three_clients: cf.FederatedData, tmp_path: Path
+) -> None:
+    """Of one client a round, the one that was asked is away; the two others have given their scores."""
+    grid = grid_of(three_clients, tmp_path / "sites")
+    grid.tamper[only(grid, "b")] = lambda message, reply: reply if message.metadata.group_id in EARLY else None
+    with pytest.raises(cf.QuorumError, match="only 0 of 1") as caught:
+        serve(grid, config(rounds=9, clients_per_round=1, flower={"deadline": 0.05}), tmp_path / "run")
+    found = re.match(r"Round (\d+)", str(caught.value))
+    assert found is not None and int(found[1]) > 1
+    last = int(found[1]) - 1
+    assert (tmp_path / "run" / "checkpoint" / f"round-{last:09d}").is_dir()
+    records = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in records] == list(range(1, last + 1))
+
+
+EARLY = ("who", "round 1")
 
 
 class Stop(cf.Callback):
