@@ -352,7 +352,7 @@ def _readable(error: ValidationError, table: str = "") -> ConfigError:
     first = error.errors()[0]
     path = [table, *map(str, first["loc"])] if table else [str(part) for part in first["loc"]]
     where = ".".join(path)
-    tables = {**ENGINE_TABLES, "flower": FlowerTable}
+    tables: dict[str, type[BaseModel]] = {**ENGINE_TABLES, "flower": FlowerTable}
     if first["type"] == "extra_forbidden" and path[0] in tables:
         return unknown(path[0], path[1], tables[path[0]].model_fields)
     if first["type"] == "extra_forbidden":

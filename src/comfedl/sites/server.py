@@ -12,7 +12,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from comfedl.callbacks import Callback
-from comfedl.config import LOOP, Config, FlowerTable
+from comfedl.config import ENGINE_TABLES, LOOP, Config, FlowerTable
 from comfedl.engines import AT_SITES
 from comfedl.engines.flower.engine import Sites
 from comfedl.engines.flower.roll import Known, Roll
@@ -28,7 +28,7 @@ RECORD, SITES = "sites.jsonl", "sites.json"
 
 def settings_at_sites(config: Config) -> dict[str, Any]:
     """A config's settings for sites: how this process would run clients has no place there."""
-    return {key: value for key, value in config.resolved().items() if key != "embedded"} | {"engine": AT_SITES}
+    return {key: value for key, value in config.resolved().items() if key not in ENGINE_TABLES} | {"engine": AT_SITES}
 
 
 class Attendance(Callback):
