@@ -39,7 +39,7 @@ class Daemons:
         home.mkdir(parents=True, exist_ok=True)
         self.environment = {
             **os.environ,
-            # Flower starts its helpers by name.
+            # Flower starts its own programs by name.
             "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
             "FLWR_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
