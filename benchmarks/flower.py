@@ -31,7 +31,7 @@ from comfedl.sites.local import run_local
 ROOT = Path(__file__).resolve().parents[1]
 MODELS: dict[str, dict[str, Any]] = {
     "logistic": {"name": "logistic"},
-    "mlp of 2.6 million": {"name": "mlp", "hidden": [1600, 1500]},
+    "mlp of 2.5 million": {"name": "mlp", "hidden": [1600, 1500]},
 }
 
 
