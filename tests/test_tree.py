@@ -68,3 +68,16 @@ def test_step_makes_new_tensors() -> None:
     before = A.clone()
     found = tree.step({"x": A}, 0.5, {"x": torch.tensor([2.0, 4.0])})
     assert torch.equal(found["x"], torch.zeros(2)) and torch.equal(A, before)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, -3.0, 1e35])
+def test_a_step_in_place_is_the_same_step(rate: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, direction = (
+        {"a": [torch.randn(3, 4, generator=generator)], "b": torch.randn(2, generator=generator)} for _ in "12"
+    )
+    wanted = tree.step(start, rate, direction)
+    own = tree.map(torch.clone, start)
+    found = tree.step_in_place(own, rate, direction)
+    for one, other in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+        assert torch.equal(one, other)

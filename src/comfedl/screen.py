@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
+
 from comfedl import tree
 from comfedl.errors import ComfedlError
 from comfedl.problem import Model
@@ -74,7 +76,7 @@ class Screen:
                     return f"its {part} has other tensors than the model ({odd})"
                 for name, like in self._like.items():
                     if found[name] != like:
-                        return f"{name} of its {part} is {found[name]} and not {like}"
+                        return f"{name} of its {part} is {_written(found[name])} and not {_written(like)}"
             elif (sends.get(part) == NUMBERS) != isinstance(value, dict) or any(
                 leaf.ndim for leaf in tree.leaves(value)
             ):
@@ -84,5 +86,12 @@ class Screen:
         return None
 
 
-def _signature(model: Tree) -> dict[str, str]:
-    return {name: f"{tuple(leaf.shape)} {leaf.dtype}" for name, leaf in tree.named_leaves(model)}
+Kind = tuple[torch.Size, torch.dtype]
+
+
+def _signature(model: Tree) -> dict[str, Kind]:
+    return {name: (leaf.shape, leaf.dtype) for name, leaf in tree.named_leaves(model)}
+
+
+def _written(kind: Kind) -> str:
+    return f"{tuple(kind[0])} {kind[1]}"

@@ -67,3 +67,12 @@ def step(tree: Tree, rate: float, direction: Tree) -> Tree:
         return map(lambda leaf, u: leaf - rate * u, tree, direction)
     moved = iter(torch._foreach_sub(list(leaves(tree)), list(leaves(direction)), alpha=rate))
     return map(lambda leaf: next(moved), tree)
+
+
+def step_in_place(tree: Tree, rate: float, direction: Tree) -> Tree:
+    """The same step, to the bit, written over the tree, which must be the caller's own."""
+    rate = float(rate)
+    if abs(rate) > 1e30:
+        return step(tree, rate, direction)
+    torch._foreach_sub_(list(leaves(tree)), list(leaves(direction)), alpha=rate)
+    return tree

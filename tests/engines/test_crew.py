@@ -98,7 +98,7 @@ def dense() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def data(clients: int = 30) -> cf.FederatedData:
+def data(clients: int = 60) -> cf.FederatedData:
     made = torch.Generator().manual_seed(1)
     draw = lambda n: (torch.randn(n, 1, 8, 8, generator=made), torch.randint(0, 3, (n,), generator=made))  # noqa: E731
     return cf.FederatedData({f"{i:02d}": draw(10 + i % 3) for i in range(clients)})

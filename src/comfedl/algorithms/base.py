@@ -63,7 +63,9 @@ def descend(
         if anchor is not None:
             lam, near = anchor
             direction = tree.map(lambda u, v, w, lam=lam: u + lam * (v - w), direction, model["params"], near)
-        model = Model(params=tree.step(model["params"], lr, direction), buffers=found.buffers)
+        # From the second step on the parameters are nobody else's, and are moved where they are.
+        step = tree.step if t == 0 else tree.step_in_place
+        model = Model(params=step(model["params"], lr, direction), buffers=found.buffers)
         losses.append(found.value)
         weights.append(found.weight)
     return Descent(model, {"loss": torch.stack(losses), "weight": torch.stack(weights)})
@@ -157,6 +159,8 @@ class Algorithm(ABC):
 
     def blend(self, model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
         """The new model, ``w + sum_i r_i (w_i - w)``, with the bounds on what one client can move."""
+        if self.aggregate == "mean" and self.clip_update_norm is None:
+            return blend(model, replies, weights, name)
         scale = torch.ones_like(weights)
         if self.clip_update_norm is not None:
             distances = replies.squared_distances((name, "params"), model["params"]).sqrt()

@@ -38,7 +38,10 @@ class Gathered(Sequence[Batch]):
 
     def __init__(self, split: Split, places: Sizes) -> None:
         self._split, self._shape = split, places.shape[1:]
-        self._rows = split.rows_of(places).view(len(places), int(np.prod(places.shape[1:])))
+        rows = split.rows_of(places)
+        self._rows = rows.view(len(places), int(np.prod(self._shape))).unbind()
+        # Labels are small: those of all steps are gathered at once.
+        self._labels = split.y.index_select(0, rows).view(places.shape).unbind() if split.y.ndim == 1 else None
         self._latest: tuple[int, Batch] | None = None
 
     def __len__(self) -> int:
@@ -53,25 +56,41 @@ class Gathered(Sequence[Batch]):
     def __getitem__(self, k: int | slice) -> Batch | Sequence[Batch]:
         if isinstance(k, slice):
             return [self[place] for place in range(len(self))[k]]
-        k = range(len(self))[k]
         if self._latest is None or self._latest[0] != k:  # a step may use one batch for both maps
             self._latest = None  # its memory serves for the next
-            self._latest = k, self._split.gathered(self._rows[k], self._shape)
+            self._latest = k, self._gathered(k)
         return self._latest[1]
+
+    def _gathered(self, k: int) -> Batch:
+        x, rows, shape = self._split.x, self._rows[k], self._shape
+        if self._labels is None:
+            return self._split.gathered(rows, shape)
+        return x.index_select(0, rows).view(*shape, *x.shape[1:]), self._labels[k]
 
 
 class Drawn:
     """The batches of one step in one round for some clients; samples are drawn at once, and gathered when asked for."""
 
     def __init__(
-        self, data: FederatedData, draws: Mapping[str, Draw], step: str, clients: Sequence[int], seed: int, round: int
+        self,
+        data: FederatedData,
+        draws: Mapping[str, Draw],
+        step: str,
+        clients: Sequence[int],
+        seed: int,
+        round: int,
+        like: Drawn | None = None,
     ) -> None:
         self.clients = np.asarray(clients, dtype=np.int64)
         self._draws = draws
         self._splits = {name: data.split(draw.split, draw.instead) for name, draw in draws.items()}
-        self.extents = {name: extents(self._splits[name], draw, self.clients) for name, draw in draws.items()}
-        # How many samples each client gives whole, over all draws.
-        self.whole = sum((np.maximum(extent, 0) for extent in self.extents.values()), np.zeros_like(self.clients))
+        if like is not None and np.array_equal(like.clients, self.clients):  # the step's draws before, by the same ones
+            self.extents: dict[str, Sizes] = like.extents
+            self.whole: Sizes = like.whole
+        else:
+            self.extents = {name: extents(self._splits[name], draw, self.clients) for name, draw in draws.items()}
+            # How many samples each client gives whole, over all draws.
+            self.whole = sum((np.maximum(extent, 0) for extent in self.extents.values()), np.zeros_like(self.clients))
         self._positions: dict[str, tuple[Sizes, Sizes]] = {}
         for name, draw in draws.items():
             drawn, split = self.extents[name] == DRAWN, self._splits[name]

@@ -6,7 +6,7 @@ Samples are last, [clients, features, samples], so that every product is of rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,6 @@ def pull_cross_entropy(
     return value, partial(_pulled_back, layers, params, seen)
 
 
-@torch.no_grad()
 def curve_cross_entropy(
     layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None
 ) -> tuple[Params, Pullback]:
@@ -67,7 +66,6 @@ def curve_cross_entropy(
     return _found(params, back), partial(_product, params, seen, back)
 
 
-@torch.no_grad()
 def _pulled_back(layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor) -> Params:
     """The gradient of the mean losses, each times its cotangent."""
     return _found(params, _backward(layers, params, seen, cotangent))
@@ -84,7 +82,6 @@ def _found(params: Params, back: Iterable[Back]) -> Params:
     return {name: found[name] for name in params}
 
 
-@torch.no_grad()
 def _product(params: Params, seen: Seen, back: Sequence[Back], v: Params) -> Params:
     """How the gradient changes along v: first what each layer sees, then what comes back to it."""
     change: Tensor | None = None
@@ -137,7 +134,6 @@ class Back(NamedTuple):
     at: Tensor
 
 
-@torch.no_grad()
 def _forward(
     layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None
 ) -> tuple[Tensor, Seen]:
@@ -145,42 +141,60 @@ def _forward(
     for layer, weight, bias in layers:
         if isinstance(layer, nn.Linear):
             kept.append(at)
-            at = torch.bmm(_weight(layer, weight, params, len(x)), at)
-            if bias:
-                at.add_(params.get(bias, layer.bias).unsqueeze(-1))
+            own = _weight(layer, weight, params, x.shape[0])
+            at = torch.baddbmm(_bias(layer, bias, params), own, at) if bias else torch.bmm(own, at)
         else:
             at = layer(at)
             kept.append(at)
     chances, labels = torch.log_softmax(at, dim=1), y.unsqueeze(1)
-    losses = chances.gather(1, labels).squeeze(1).neg_()
-    value = losses.mean(dim=1) if inside is None else mean_inside(losses, inside)
+    if inside is None:
+        value = chances.gather(1, labels).sum(dim=(1, 2)).mul_(-1 / y.shape[1])
+    else:
+        value = mean_inside(chances.gather(1, labels).squeeze(1).neg_(), inside)
     return value, Seen(chances, labels, inside, kept)
 
 
 def _backward(layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor) -> Iterator[Back]:
     """What comes back to each layer, from the last one to the first that is linear."""
     d = seen.chances.exp()
-    d.scatter_add_(1, seen.labels, d.new_full((), -1).expand(seen.labels.shape)).mul_(_share(seen, cotangent))
-    lowest = next(k for k, (layer, *_) in enumerate(layers) if isinstance(layer, nn.Linear))
+    d.scatter_add_(1, seen.labels, _minus_one(d.dtype, d.device).expand(seen.labels.shape))
+    d.mul_(_share(seen, cotangent))
+    lowest = _lowest(tuple(layers))
     for place in range(len(layers) - 1, lowest - 1, -1):
         named, at = layers[place], seen.at[place]
         yield Back(named, d, at)
         if not isinstance(named.layer, nn.Linear):
             d = SLOPES[type(named.layer)](d, at)
         elif place > lowest:
-            d = torch.bmm(_weight(named.layer, named.weight, params, len(d)).transpose(1, 2), d)
+            d = torch.bmm(_weight(named.layer, named.weight, params, d.shape[0]).transpose(1, 2), d)
+
+
+@cache
+def _lowest(layers: tuple[Named, ...]) -> int:
+    """The place of the first linear layer: nothing comes back to what is before it."""
+    return next(k for k, (layer, *_) in enumerate(layers) if isinstance(layer, nn.Linear))
 
 
 def _share(seen: Seen, cotangent: Tensor) -> Tensor:
     """What each sample counts in its client's mean, times the client's cotangent."""
     if seen.inside is None:
-        return (cotangent / seen.labels.shape[2])[:, None, None]
+        return (cotangent * (1 / seen.labels.shape[2])).view(-1, 1, 1)
     return torch.where(seen.inside, (cotangent / seen.inside.sum(dim=1)).unsqueeze(1), 0).unsqueeze(1)
+
+
+@cache
+def _minus_one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), -1, dtype=dtype, device=device)
+
+
+def _bias(layer: nn.Linear, name: str, params: Params) -> Tensor:
+    """A linear layer's bias, with a place for the samples; one that is frozen is the module's own."""
+    return params[name].unsqueeze(-1) if name in params else layer.bias.detach().unsqueeze(-1)
 
 
 def _weight(layer: nn.Linear, name: str, params: Params, clients: int) -> Tensor:
     """A linear layer's weight for all clients; one that is frozen is the module's own."""
-    return params[name] if name in params else layer.weight.expand(clients, -1, -1)
+    return params[name] if name in params else layer.weight.detach().expand(clients, -1, -1)
 
 
 def _along(layer: nn.Linear, name: str, v: Params, clients: int) -> Tensor:

@@ -17,6 +17,7 @@ from comfedl.engines.batches import Drawn, Sizes, alike, portions
 from comfedl.engines.choice import choose
 from comfedl.engines.convolution import ChannelsLast, laid_out, plain
 from comfedl.engines.crew import Crew
+from comfedl.engines.memory import keep
 from comfedl.engines.replies import LocalReplies, Part, StackedReplies, stacked, unstacked
 from comfedl.engines.stacked import Stacked
 from comfedl.engines.states import States
@@ -30,7 +31,7 @@ logger = logging.getLogger("comfedl")
 __all__ = ["Embedded", "LocalReplies"]
 
 # How many clients at most run at once: more leave the processor's cache and gain nothing.
-MOST = 25
+MOST = 50
 # How often a client's parameters and batches are in memory at once: models before and after, gradients, activations.
 COPIES = 6
 
@@ -62,6 +63,7 @@ class Embedded(Engine):
         checks.positive("memory_mb", memory_mb)
         if workers != "auto":
             checks.at_least("workers", workers, 1)
+        keep(int(memory_mb * 1e6))
         self.names, self.sizes = data.names, data.train.sizes
         self._data, self._steps, self._seed, self._memory = data, steps, seed, memory_mb * 1e6
         self._one, self._many, why, self._quiet = choose(vectorize, learner, data, steps)
@@ -70,6 +72,7 @@ class Embedded(Engine):
         self._learners = {0: (self._one, self._many)}  # by the thread that uses them: a module is not for two at a time
         self._initial = state
         self._states = States()
+        self._drawn: dict[str, Drawn] = {}  # the latest of each step
         self._scratch: dict[int, Tree] = {}
         self._round, self._bytes = 0, 0
 
@@ -98,7 +101,9 @@ class Embedded(Engine):
 
     def _run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
         named = self._steps[step]
-        drawn = Drawn(self._data, named.draws, step, list(dict.fromkeys(clients)), self._seed, round)
+        asked = list(dict.fromkeys(clients))
+        drawn = Drawn(self._data, named.draws, step, asked, self._seed, round, self._drawn.get(step))
+        self._drawn[step] = drawn
         received = laid_out(message) if isinstance(self._one, ChannelsLast) else message
         chunks = list(self._chunks(named, drawn, message))
 
@@ -117,7 +122,7 @@ class Embedded(Engine):
         for ks, outcome in zip(chunks, outcomes, strict=True):
             who: list[int] = drawn.clients[ks].tolist()
             failed |= self._failed(round, ks.tolist(), who, outcome)
-            parts.append(Part(who, outcome.reply))
+            parts.append(Part(who, outcome.reply, finite=True))  # or the run ends here
             if outcome.state is not None:
                 self._states.put(who, outcome.state)
             if outcome.scratch is not None:

@@ -65,10 +65,12 @@ class LocalReplies(Replies):
 
 
 class Part(NamedTuple):
-    """The replies of some clients: a tree whose tensors have these clients in front."""
+    """The replies of some clients: a tree whose tensors have these clients in front; and whether it is known to be
+    finite."""
 
     clients: Sequence[int]
     reply: dict[str, Tree]
+    finite: bool = False
 
 
 class StackedReplies(Replies):
@@ -76,9 +78,11 @@ class StackedReplies(Replies):
 
     def __init__(self, clients: Sequence[int], parts: Sequence[Part]) -> None:
         self.clients, self._parts = clients, parts
-        row = {client: k for k, client in enumerate(client for part in parts for client in part.clients)}
-        self._rows = torch.tensor([row[client] for client in clients])
         self._lengths = [len(part.clients) for part in parts]
+        stored = [client for part in parts for client in part.clients]
+        self._in_order = stored == list(clients)  # then rows are replies
+        row = {} if self._in_order else {client: k for k, client in enumerate(stored)}
+        self._rows = torch.arange(len(stored)) if self._in_order else torch.tensor([row[client] for client in clients])
 
     def numbers(self, name: str) -> Tensor:
         return torch.cat([part.reply[name].double().cpu() for part in self._parts])[self._rows]
@@ -96,7 +100,9 @@ class StackedReplies(Replies):
 
     def _by_row(self, weights: Tensor) -> Sequence[Tensor]:
         """What each client in the parts weighs in all, part by part."""
-        total = torch.zeros(sum(self._lengths), dtype=torch.float64).index_add_(0, self._rows, weights.double())
+        total = weights.double()
+        if not self._in_order:
+            total = torch.zeros(sum(self._lengths), dtype=torch.float64).index_add_(0, self._rows, total)
         return torch.split(total, self._lengths)
 
     def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
@@ -134,7 +140,7 @@ class StackedReplies(Replies):
         for part in self._parts:
             # All rows have one shape: where the first is right and all are finite, so are the others.
             first = tree.map(lambda leaf: leaf[0], part.reply)
-            if fault(first) is None and tree.finite(part.reply):
+            if fault(first) is None and (part.finite or tree.finite(part.reply)):
                 continue
             rows = zip(part.clients, unstacked(part.reply, len(part.clients)), strict=True)
             found |= {client: reason for client, row in rows if (reason := fault(row)) is not None}
@@ -144,7 +150,7 @@ class StackedReplies(Replies):
         return StackedReplies([client for client in self.clients if client not in clients], self._parts)
 
     def nbytes(self) -> int:
-        if len(self.clients) == len(set(self.clients)) == sum(self._lengths):  # each was asked once
+        if self._in_order or len(self.clients) == len(set(self.clients)) == sum(self._lengths):  # each was asked once
             return sum(tree.nbytes(part.reply) for part in self._parts)
         each = [tree.nbytes(part.reply) // len(part.clients) for part in self._parts for _ in part.clients]
         return sum(each[row] for row in self._rows.tolist())
