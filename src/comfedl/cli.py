@@ -12,7 +12,7 @@ import click
 import typer
 
 from comfedl import __version__, ranks
-from comfedl.commands import after, datasets, report, watch
+from comfedl.commands import after, datasets, flower, report, watch
 from comfedl.commands.advise import advise
 from comfedl.commands.init import init
 from comfedl.commands.shared import Changes, Force, Log, Track, print_table
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(datasets.app, name="data")
+app.add_typer(flower.app, name="flower")
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from comfedl.algorithms.base import Algorithm
 from comfedl.building import call, check_options, complaint, defaults, imported, lookup, make, unknown
 from comfedl.callbacks import Callback
 from comfedl.data.federated import FederatedData
-from comfedl.datatable import DataTable, NamedTable
+from comfedl.datatable import SITES, DataTable, NamedTable, SitesTable
 from comfedl.engines.choice import WAYS
 from comfedl.engines.group import BACKENDS
 from comfedl.errors import ConfigError
@@ -37,6 +37,25 @@ LOOP = (
     "save_personal",
     "engine",
 )
+
+
+class FlowerTable(BaseModel):
+    """[flower]: how sites are reached; see ``comfedl.engines.flower``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    sites: int | list[str] | None = None
+    deadline: float = 600
+    patience: float = 600
+
+    def check(self) -> None:
+        """Refuse what cannot be."""
+        checks.positive("flower.deadline", self.deadline)
+        checks.positive("flower.patience", self.patience)
+        if isinstance(self.sites, int):
+            checks.at_least("flower.sites", self.sites, 1)
+        elif self.sites is not None and len({*self.sites, ""}) <= len(self.sites):
+            raise ConfigError(f"flower.sites is {self.sites!r}, but it must be a number, or names that all differ.")
 
 
 class EmbeddedTable(BaseModel):
@@ -76,6 +95,7 @@ class Config(BaseModel):
     loss: str = "cross_entropy"
     embedded: EmbeddedTable | None = None
     distributed: DistributedTable | None = None
+    flower: FlowerTable | None = None
     data: DataTable
     model: NamedTable = NamedTable(name="logistic")
     algorithm: NamedTable
@@ -121,6 +141,8 @@ class Config(BaseModel):
         self.make_algorithm()
         self.data.check()
         checks.one_of("loss", self.loss, LOSSES)
+        if self.flower is not None:
+            self.flower.check()
         for name, table in self._engine_tables().items():
             checks.one_of(f"{name}.vectorize", table.vectorize, WAYS)
             checks.positive(f"{name}.memory_mb", table.memory_mb)
@@ -159,7 +181,14 @@ class Config(BaseModel):
             "model": {"name": self.model.name, **defaults(self._model_function(), given=2), **self.model.arguments},
             "algorithm": {"name": self.algorithm.name, **algorithm, **written},
             **{name: table.model_dump() for name, table in self._engine_tables().items()},
+            **({} if self.flower is None else {"flower": self.flower.model_dump(exclude_none=True)}),
         }
+
+
+class SitesConfig(Config):
+    """A run whose data are at sites."""
+
+    data: SitesTable
 
 
 def read_config(path: Path, changes: Sequence[str] = ()) -> Config:
@@ -200,7 +229,10 @@ def read_settings(path: Path) -> dict[str, Any]:
 def parse_config(settings: Mapping[str, Any], changes: Sequence[str] = ()) -> Config:
     """Check settings and turn them into a ``Config``."""
     try:
-        config = Config.model_validate(with_changes(settings, changes))
+        changed = with_changes(settings, changes)
+        data = changed.get("data")
+        there = isinstance(data, dict) and data.get("name") == SITES
+        config = (SitesConfig if there else Config).model_validate(changed)
     except ValidationError as error:
         raise _readable(error) from None
     config.check()
@@ -242,8 +274,9 @@ def _readable(error: ValidationError, table: str = "") -> ConfigError:
     first = error.errors()[0]
     path = [table, *map(str, first["loc"])] if table else [str(part) for part in first["loc"]]
     where = ".".join(path)
-    if first["type"] == "extra_forbidden" and path[0] in ENGINE_TABLES:
-        return unknown(path[0], path[1], ENGINE_TABLES[path[0]].model_fields)
+    tables: dict[str, type[BaseModel]] = {**ENGINE_TABLES, "flower": FlowerTable}
+    if first["type"] == "extra_forbidden" and path[0] in tables:
+        return unknown(path[0], path[1], tables[path[0]].model_fields)
     if first["type"] == "extra_forbidden":
         return unknown("", where, Config.model_fields)
     if first["type"] == "missing" or (len(path) == 1 and path[0] in EXAMPLES):

@@ -147,14 +147,19 @@ class DataTable(NamedTable):
         fed = self.make_data(seed, loss=loss)
         return tuple(fed.train.x.shape[1:]), self.outputs(fed, loss)
 
-    def outputs(self, fed: FederatedData, loss: str) -> int:
-        """How many outputs a model needs: one for each class, or for each number of y."""
-        if loss in REGRESSIONS:
-            return math.prod(fed.train.y.shape[1:])
+    def known_outputs(self, loss: str) -> int | None:
+        """How many outputs a model needs where that is known without the data."""
         if loss == "bce":
             return 1
-        if not self._own:
-            return SOURCES[self.name].classes
+        return None if self._own or loss in REGRESSIONS else SOURCES[self.name].classes
+
+    def outputs(self, fed: FederatedData, loss: str) -> int:
+        """How many outputs a model needs: one for each class, or for each number of y."""
+        known = self.known_outputs(loss)
+        if known is not None:
+            return known
+        if loss in REGRESSIONS:
+            return math.prod(fed.train.y.shape[1:])
         if fed.encoding is not None and fed.encoding.classes:
             return len(fed.encoding.classes)
         splits = [split for name in ("train", "validation", "test") if (split := fed.split(name)) is not None]
@@ -170,3 +175,31 @@ class DataTable(NamedTable):
         partition = self.make_partition()
         name = next(name for name, kind in PARTITIONS.items() if kind is type(partition))
         return own | {"partition": name} | {k: v for k, v in describe(partition).items() if k != "name"}
+
+
+SITES = "sites"
+
+
+class SitesTable(DataTable):
+    """[data] with the name "sites": each site has its own, and here stands only what the model must know of them.
+
+    ``classes`` is how many classes the labels have or, for a loss of numbers, how many numbers y has.
+    """
+
+    classes: int
+
+    def check(self) -> None:
+        checks.at_least("data.classes", self.classes, 1)
+        for key in self.model_fields_set - {"name", "classes"} | self.arguments.keys():
+            raise unknown("data", key, ["name", "classes"], "data that are at sites")
+
+    def make_data(self, seed: int, progress: bool = False, loss: str = "cross_entropy") -> FederatedData:
+        raise ConfigError(
+            'data.name is "sites": the data are at sites and not here; start the run with flwr run (docs/flower.md).'
+        )
+
+    def known_outputs(self, loss: str) -> int | None:
+        return 1 if loss == "bce" else self.classes
+
+    def resolved(self) -> dict[str, Any]:
+        return {"name": self.name, "classes": self.classes}

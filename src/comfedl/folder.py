@@ -46,10 +46,11 @@ FILES = (
     *("config.toml", "data.json", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors"),
     *("personal", "checkpoint"),
     *("tensorboard", "mlflow.json"),  # what trackers keep here
+    *("sites.json", "sites.jsonl"),  # of a run over sites
     ranks.MARK,
 )
 # What of a config says where a run is computed and not which run it is: another engine may go on with it.
-PLACES = ("engine", "embedded", "distributed")
+PLACES = ("engine", "embedded", "distributed", "flower")
 RECORDS = ("rounds.jsonl", "clients.jsonl")
 
 # Without ``checkpoint_every``, a checkpoint is written about every so many seconds of work.

@@ -12,7 +12,7 @@ from torch.nn import functional
 from comfedl import checks
 from comfedl.algorithms.base import Algorithm
 from comfedl.data.federated import FederatedData
-from comfedl.engines import ENGINES
+from comfedl.engines import AT_SITES, ENGINES
 from comfedl.errors import ConfigError, DataError
 from comfedl.losses import LOSSES, REGRESSIONS, Function, LossFunction, alike, bce
 from comfedl.problem import Learner, Model, Params
@@ -26,10 +26,15 @@ def check_kinds(
         raise ConfigError(f"fed is a {type(fed).__name__}, but it must be a FederatedData(train={{name: (x, y)}}).")
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"algorithm is {algorithm!r}, but it must be a method such as ComFedL(outer=KL(0.2)).")
+    check_counts(len(fed), clients_per_round, eval_clients)
+
+
+def check_counts(clients: int, clients_per_round: int | None, eval_clients: int | None) -> None:
+    """Check that there are enough clients."""
     for name, value in (("clients_per_round", clients_per_round), ("eval_clients", eval_clients)):
-        if value is not None and value > len(fed):
+        if value is not None and value > clients:
             raise ConfigError(
-                f"{name} is {value}, but there are only {len(fed)} clients; give a number from 1 to {len(fed)}, or "
+                f"{name} is {value}, but there are only {clients} clients; give a number from 1 to {clients}, or "
                 "leave it out for all of them."
             )
 
@@ -51,7 +56,7 @@ def check_loop(
     checks.at_least("eval_every", eval_every, 1)
     checks.not_below("quorum", quorum, 0)
     checks.at_most("quorum", quorum, 1)
-    checks.one_of("engine", engine, ENGINES)
+    checks.one_of("engine", engine, [*ENGINES, AT_SITES])
     numbers = {"clients_per_round": clients_per_round, "eval_clients": eval_clients}
     for name, value in {**numbers, "checkpoint_every": checkpoint_every}.items():
         if value is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from comfedl.algorithms.rounds import Round, Traffic, Used
 from comfedl.callbacks import Callback
 from comfedl.checkpoint import Snapshot, fingerprint
 from comfedl.data.federated import FederatedData
+from comfedl.data.tabular import Encoding
 from comfedl.engines import make_engine
 from comfedl.errors import ConfigError
 from comfedl.folder import RunFolder
@@ -29,9 +30,9 @@ from comfedl.metrics import Row
 from comfedl.problem import Model, Params
 from comfedl.records import ClientRows, Evaluation, few_as_list
 from comfedl.result import Result
-from comfedl.screen import Screen
+from comfedl.screen import QuorumError, Screen
 from comfedl.settings import describe
-from comfedl.step import Diverged, Engine
+from comfedl.step import Diverged, Engine, Replies
 
 
 def fit(
@@ -93,18 +94,88 @@ def fit(
     check_loop(
         rounds, seed, clients_per_round, eval_every, eval_clients, checkpoint_every, quorum, save_personal, engine
     )
-    if resume and out is None:
-        raise ConfigError("resume is given without out; say which run's folder to go on with.")
-    rounds, seed, eval_every = int(rounds), int(seed), int(eval_every)
     check_kinds(algorithm, fed, clients_per_round, eval_clients)
     learner, initial, frozen = make_learner(model, loss, algorithm)
     first = next(iter(initial["params"].values()))
     data = fed.to(first.dtype, first.device)
     check_fit(learner, initial, data)
     clients = make_engine(
-        engine, data, learner, algorithm.steps(), seed, algorithm.client_state(initial), engine_options
+        engine, data, learner, algorithm.steps(), int(seed), algorithm.client_state(initial), engine_options
+    )
+    shown = settings or {
+        "loss": describe(loss),
+        "rounds": int(rounds),
+        "seed": int(seed),
+        "clients_per_round": clients_per_round,
+        "eval_every": int(eval_every),
+        "eval_clients": eval_clients,
+        "checkpoint_every": checkpoint_every,
+        "quorum": quorum,
+        "save_personal": None if save_personal else False,
+        "engine": engine,
+        "algorithm": describe(algorithm),
+    }
+    return fit_on(
+        clients,
+        algorithm,
+        initial,
+        frozen,
+        data.contents(),
+        shown,
+        rounds=int(rounds),
+        seed=int(seed),
+        clients_per_round=clients_per_round,
+        eval_every=int(eval_every),
+        eval_clients=eval_clients,
+        out=out,
+        resume=resume,
+        force=force,
+        progress=progress,
+        checkpoint_every=checkpoint_every,
+        save_personal=save_personal,
+        quorum=quorum,
+        callbacks=callbacks,
+        encoding=fed.encoding,
+        module=model if isinstance(model, nn.Module) else None,
+        started=started,
     )
 
+
+def fit_on(
+    clients: Engine,
+    algorithm: Algorithm,
+    initial: Model,
+    frozen: Params,
+    contents: Iterable[Any],
+    settings: Mapping[str, Any],
+    *,
+    rounds: int,
+    seed: int,
+    clients_per_round: int | None = None,
+    eval_every: int = 1,
+    eval_clients: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = False,
+    checkpoint_every: int | None = None,
+    save_personal: bool = True,
+    quorum: float = 0.5,
+    callbacks: Sequence[Callback] = (),
+    encoding: Encoding | None = None,
+    module: nn.Module | None = None,
+    started: float | None = None,
+) -> Result:
+    """Train on an engine that has its clients already, wherever their data are; ``fit`` says what the rest is.
+
+    ``initial`` and ``frozen`` are the model's parts as ``make_learner`` gives them, and ``contents`` is what a run must
+    have in common with the one that it goes on with, besides ``settings`` and the model. ``encoding`` is how rows
+    became numbers, and ``module`` the model itself, where they are known.
+    """
+    started = time.perf_counter() if started is None else started
+    if resume and out is None:
+        raise ConfigError("resume is given without out; say which run's folder to go on with.")
+    count, device = len(clients.names), next(iter(initial["params"].values())).device
     watchers: list[Callback] = list(callbacks) if clients.leads else []
     try:
         if progress and clients.leads:
@@ -113,33 +184,20 @@ def fit(
             watchers.append(Progress(rounds))
         folder = None
         if out is not None and clients.leads:
-            shown = settings or {
-                "loss": describe(loss),
-                "rounds": rounds,
-                "seed": seed,
-                "clients_per_round": clients_per_round,
-                "eval_every": eval_every,
-                "eval_clients": eval_clients,
-                "checkpoint_every": checkpoint_every,
-                "quorum": quorum,
-                "save_personal": None if save_personal else False,
-                "engine": engine,
-                "algorithm": describe(algorithm),
-            }
-            known = fingerprint(*data.contents(), *frozen.values(), *tree.leaves(initial))
-            folder = RunFolder(Path(out), shown, force, resume, known, checkpoint_every, save_personal)
-            if save_personal and len(data) > personal.MOST_FILES:
-                folder.room = len(data) * tree.nbytes({**initial, "frozen": frozen})
-            folder.encoding = fed.encoding
+            known = fingerprint(*contents, *frozen.values(), *tree.leaves(initial))
+            folder = RunFolder(Path(out), settings, force, resume, known, checkpoint_every, save_personal)
+            if save_personal and count > personal.MOST_FILES:
+                folder.room = count * tree.nbytes({**initial, "frozen": frozen})
+            folder.encoding = encoding
             watchers.insert(0, folder)
         elif out is not None:
             watchers.append(Follower(save_personal))
 
         screen = Screen(initial, clients.names, quorum)
-        run = _Run(algorithm, clients, seed, clients_per_round or len(data), watchers, screen, eval_clients)
-        algorithm.check(len(data), run.participants)
-        state, first_round = algorithm.init(initial, len(data)), 1
-        loaded = clients.share(partial(_load, folder, resume, state, first.device, clients.names))
+        run = _Run(algorithm, clients, seed, clients_per_round or count, watchers, screen, eval_clients)
+        algorithm.check(count, run.participants)
+        state, first_round = algorithm.init(initial, count), 1
+        loaded = clients.share(partial(_load, folder, resume, state, device, clients.names))
         if loaded is not None:
             saved, run.rows, run.client_rows = loaded
             if saved is not None:
@@ -151,15 +209,8 @@ def fit(
         for watcher in watchers:
             watcher.started()
         for number in range(first_round, rounds + 1):
-            evaluated = number % eval_every == 0 or number == rounds
-            state, used = run.round(number, state, evaluated)
-            if evaluated:
-                run.evaluate(number, state, used)
-            clients.settle()
-            snapshot = Snapshot(number, state, clients.states, asdict(run.traffic), run.screen.offences)
-            for watcher in watchers:
-                watcher.round_done(number)
-                watcher.settled(snapshot)
+            state = run.whole_round(number, state, number % eval_every == 0 or number == rounds)
+        run.close()
         final = algorithm.reported(state)
         result = Result(
             params=_with_frozen(final["params"], frozen),
@@ -170,7 +221,7 @@ def fit(
             seconds=time.perf_counter() - started,
             names=clients.names,
             ask_personal=run.personal_models(rounds, final, frozen),
-            module=model if isinstance(model, nn.Module) else None,
+            module=module,
         )
         for watcher in watchers:
             watcher.finished(result)
@@ -220,18 +271,55 @@ class _Run:
         self.traffic = Traffic()
         self.judged: Sequence[int] = range(len(engine.names))
         self.told: Row = {}
+        self._open: Callable[[], None] | None = None
         if eval_clients is not None:
             generator = rng.generator(seed, "evaluated clients")
             drawn = generator.choice(len(engine.names), size=eval_clients, replace=False, shuffle=False)
             self.judged, self.told = sorted(drawn.tolist()), {"eval_clients": int(eval_clients)}
 
-    def round(self, number: int, state: State, recorded: bool) -> tuple[State, Used]:
-        here = Round(number, self.seed, self.participants, self.engine, self.traffic, self.screen, self.steps, recorded)
-        return self.algorithm.round(state, here)
+    def whole_round(self, number: int, state: State, evaluated: bool) -> State:
+        """A round with its evaluation and its callbacks; those of an engine that lags come after the next round."""
+        here = Round(
+            number, self.seed, self.participants, self.engine, self.traffic, self.screen, self.steps, evaluated
+        )
+        try:
+            state, used = self.algorithm.round(state, here)
+        except (QuorumError, Diverged):
+            self.close()  # the round before this one is whole, and the run can go on from it
+            raise
+        self.close()
+        record = self._evaluate(number, state, used) if evaluated else None
+        if record is not None and not self.engine.lags:
+            record()
+            record = None
+        self.engine.settle()
+        snapshot = Snapshot(number, state, self.engine.kept(), asdict(self.traffic), dict(self.screen.offences))
+        self._open = partial(self._done, snapshot, record)
+        if not self.engine.lags:
+            self.close()
+        return state
 
-    def evaluate(self, number: int, state: State, used: Used) -> None:
-        replies = self.engine.run("evaluate", self.judged, {"model": self.algorithm.reported(state)}, number)
-        replies = self.screen.passed(number, self.judged, replies, self.steps["evaluate"].sends)
+    def close(self) -> None:
+        """Do what is left to do of a round."""
+        left, self._open = self._open, None
+        if left is not None:
+            left()
+
+    def _done(self, snapshot: Snapshot, record: Callable[[], None] | None) -> None:
+        if record is not None:
+            record()
+        for watcher in self.watchers:
+            watcher.round_done(snapshot.round)
+            watcher.settled(snapshot)
+
+    def _evaluate(self, number: int, state: State, used: Used) -> Callable[[], None]:
+        """Ask the clients for their scores; the function that is returned takes them and records them."""
+        message = {"model": self.algorithm.reported(state)}
+        answers = self.engine.later("evaluate", self.judged, message, number)
+        return partial(self._record, number, used, answers, asdict(self.traffic))
+
+    def _record(self, number: int, used: Used, answers: Callable[[], Replies], sent: Mapping[str, int]) -> None:
+        replies = self.screen.passed(number, self.judged, answers(), self.steps["evaluate"].sends)
         weights: dict[int, float] = {}
         for client, weight in zip(used.clients, used.weights.tolist(), strict=True):
             weights[client] = weights.get(client, 0.0) + weight  # a client may be drawn more than once
@@ -247,8 +335,7 @@ class _Run:
             "effective_clients": metrics.effective_clients(list(weights.values())),
             "weights_kl": metrics.divergence(list(weights.values())),
             "participants": len(weights),
-            "up_bytes": self.traffic.up_bytes,
-            "down_bytes": self.traffic.down_bytes,
+            **sent,
             **self.told,
         }
         self.rows.append(row)

@@ -178,6 +178,8 @@ class Engine(ABC):
     sizes: NDArray[np.int64]
     leads: bool = True
     """Whether this process is the one that writes: all others run the same loop and write nothing."""
+    lags: bool = False
+    """Whether the answers to ``later`` come with those of the next step, so that a round is one message and not two."""
 
     @abstractmethod
     def run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
@@ -185,6 +187,11 @@ class Engine(ABC):
 
         A client that is named twice does the step once, and its reply counts twice.
         """
+
+    def later(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Callable[[], Replies]:
+        """Ask as ``run`` does, for replies that are wanted later; the step must not change what clients keep."""
+        replies = self.run(step, clients, message, round)
+        return lambda: replies
 
     @abstractmethod
     def states(self) -> dict[int, Tree]:
@@ -196,6 +203,10 @@ class Engine(ABC):
     @abstractmethod
     def settle(self) -> None:
         """The round has ended well: what clients keep now is what ``states`` gives from here on."""
+
+    def kept(self) -> Callable[[], dict[int, Tree]]:
+        """A function that gives the ``states`` of now; of an engine that lags, after the next round as well."""
+        return self.states
 
     @abstractmethod
     def restore(self, states: Mapping[int, Tree]) -> None:

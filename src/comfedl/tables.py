@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from rich.markup import escape
@@ -105,7 +106,11 @@ def _number(value: float) -> str:
 
 def show_result(result: Result, title: str) -> Table:
     """The last evaluated round of one run: every metric over the clients."""
-    summary = result.summary()
+    return show_summary(result.summary(), title)
+
+
+def show_summary(summary: Mapping[str, Any], title: str) -> Table:
+    """The same from what a run's folder holds in summary.json."""
     some = f", of {summary['eval_clients']} clients" if "eval_clients" in summary else ""
     table = _table(f"{title}, after {summary['rounds']} rounds{some}", "", "mean", "worst client", "worst 10 %", "std")
     for split in ("train", "validation", "test"):

@@ -10,11 +10,14 @@ from comfedl import checks
 from comfedl.data.federated import FederatedData
 from comfedl.engines.distributed import Distributed
 from comfedl.engines.embedded import Embedded
+from comfedl.errors import ConfigError
 from comfedl.problem import Learner
 from comfedl.step import Engine, Step
 from comfedl.tree import Tree
 
 ENGINES: dict[str, type[Embedded] | type[Distributed]] = {"embedded": Embedded, "distributed": Distributed}
+AT_SITES = "flower"
+"""The engine whose clients are not here: it is started by Flower, not by name."""
 
 
 def make_engine(
@@ -30,6 +33,11 @@ def make_engine(
 
     ``options`` are the engine's own arguments.
     """
+    if name == AT_SITES:
+        raise ConfigError(
+            'engine is "flower", whose clients are at sites; start it with "comfedl flower local CONFIG", or over real '
+            "sites with flwr run (docs/flower.md)."
+        )
     checks.one_of("engine", name, ENGINES)
     allowed = list(inspect.signature(ENGINES[name]).parameters)[5:]
     for option in options or {}:

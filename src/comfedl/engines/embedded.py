@@ -82,6 +82,14 @@ class Embedded(Engine):
             self._round, self._scratch = round, {}
         return self._run(step, clients, message, round)
 
+    def held(self) -> dict[int, Tree]:
+        """What clients hold for the rest of the round."""
+        return self._scratch
+
+    def hold(self, round: int, scratch: Mapping[int, Tree]) -> None:
+        """Have clients hold this for the rest of a round, where its steps are not all done by one engine."""
+        self._round, self._scratch = round, dict(scratch)
+
     def states(self) -> dict[int, Tree]:
         return self._states.settled()
 

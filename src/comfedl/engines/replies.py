@@ -49,6 +49,10 @@ class LocalReplies(Replies):
     def each(self, name: str) -> Iterator[Tree]:
         return (reply[name] for reply in self._replies)
 
+    def whole(self) -> Sequence[dict[str, Tree]]:
+        """Every reply, with all its parts."""
+        return self._replies
+
     def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
         found = {client: fault(reply) for client, reply in zip(self.clients, self._replies, strict=True)}
         return {client: reason for client, reason in found.items() if reason is not None}
