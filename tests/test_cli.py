@@ -207,6 +207,9 @@ def test_the_demo(here: Path) -> None:
         for key in ("mean", "worst"):
             assert f"{accuracies[name][key]:.3f}" in done.out
     assert accuracies["comfedl"]["worst"] > accuracies["fedavg"]["worst"]
+    assert "Report: comfedl-demo/report.html" in done.out.replace(os.sep, "/")
+    page = (here / "comfedl-demo" / "report.html").read_text(encoding="utf-8")
+    assert "ComFedL raises the worst client" in page and demo.PICKED in page
 
 
 # The demo again, with fewer rounds.
@@ -222,7 +225,7 @@ def test_the_demo_twice(here: Path, comfedl_: Run) -> None:
     for _ in range(2):
         done = comfedl_("demo")
         assert done.code == 0 and "Written to comfedl-demo" in done.out
-    assert {path.name for path in (here / "comfedl-demo").iterdir()} == {"fedavg", "comfedl"}
+    assert {path.name for path in (here / "comfedl-demo").iterdir()} == {"fedavg", "comfedl", "report.html"}
     assert {path.name for path in (here / "comfedl-demo" / "comfedl").iterdir()} == OWN
 
 

@@ -232,7 +232,8 @@ def test_an_unknown_key_comes_with_the_nearest(change: str, meant: str) -> None:
     [
         ({"name": "kl", "gama": 0.2}, ["algorithm.outer.gama", "did you mean 'gamma'?"]),
         ({"name": "klx", "gamma": 0.2}, ["algorithm.outer.name", "'klx'", "did you mean 'kl'?"]),
-        ({"name": "kl"}, ["algorithm.outer.gamma", "missing"]),
+        ({"name": "kl"}, ["algorithm.outer", "gamma or effective_clients", "neither"]),
+        ({"name": "exp"}, ["algorithm.outer.gamma", "missing"]),
         ({"name": "kl", "gamma": 0}, ["algorithm.outer", "gamma", "0", "above 0"]),
         ({"name": "exp", "gamma": -1}, ["algorithm.outer", "gamma", "-1", "above 0"]),
         ({"name": "kl", "gamma": "small"}, ["algorithm.outer.gamma", "'small'", "number"]),

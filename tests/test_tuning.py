@@ -523,9 +523,9 @@ def test_every_write_is_a_place_to_die(tmp_path: Path, monkeypatch: pytest.Monke
         assert writes > 6
 
 
-def _quick(task: Task, data: Data, report: Callable[[int, float], bool]) -> Outcome:
+def _quick(task: Task, data: Data, report: Callable[[int, float, str], bool]) -> Outcome:
     lr = task.settings["algorithm"]["lr"]
-    report(1, lr)
+    report(1, lr, "")
     return Outcome(COMPLETE, [lr])
 
 

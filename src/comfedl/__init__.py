@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from comfedl.problem import Adapt, Composition
     from comfedl.result import Result
     from comfedl.run import fit
+    from comfedl.saved import load_run
     from comfedl.screen import QuorumError
     from comfedl.step import Diverged
 
@@ -67,6 +68,7 @@ _HOMES = {
     "Tilt": "outer",
     "fit": "run",
     "load": "data",
+    "load_run": "saved",
     "models": "models",
     "partition": "data",
 }
@@ -104,6 +106,7 @@ __all__ = [
     "Tilt",
     "fit",
     "load",
+    "load_run",
     "models",
     "partition",
 ]

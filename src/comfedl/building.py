@@ -145,7 +145,7 @@ def defaults(function: Callable[..., Any], given: int) -> dict[str, Any]:
 
 
 def signature(of: Any) -> str:
-    """A class or function as it is called: ``KL(gamma: float, cap: float | None = None)``."""
+    """A class or function as it is called: ``Exp(gamma: float)``."""
     name = getattr(of, "name", None) or getattr(of, "__name__", None) or str(of)
     return f"{name}{inspect.signature(of)}".replace("'", "").partition(" ->")[0]
 
@@ -169,8 +169,8 @@ def unknown(where: str, key: str, allowed: Iterable[str], owner: str = "") -> Co
 # Keys that are often put one table too high, by where they belong.
 PLACES = {
     "algorithm": {"lr", "local_steps", "batch_size", "outer", "inner"},
-    "algorithm.outer": {"gamma", "cap", "level", "rho", "q"},
-    "data": {"partition", "clients", "alpha", "rho"},
+    "algorithm.outer": {"gamma", "cap", "effective_clients", "level", "rho", "q"},
+    "data": {"partition", "clients", "alpha", "rho", "path", "client", "target"},
 }
 
 

@@ -12,8 +12,10 @@ import click
 import typer
 
 from comfedl import __version__, ranks
-from comfedl.commands import datasets, flower
-from comfedl.commands.shared import Changes, Force, print_table
+from comfedl.commands import after, datasets, flower, report, watch
+from comfedl.commands.advise import advise
+from comfedl.commands.init import init
+from comfedl.commands.shared import Changes, Force, Log, Track, print_table
 from comfedl.errors import ComfedlError, ConfigError, RankLost
 
 app = typer.Typer(
@@ -81,11 +83,15 @@ def run(
     out: Annotated[Path | None, typer.Option(help="The run's folder (default: runs/NAME-OF-CONFIG).")] = None,
     force: Force = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that the folder holds.")] = False,
+    log: Log = "bar",
+    track: Track = None,
 ) -> None:
     """Train as a config says and write the run's folder."""
     from comfedl.config import read_config, run_config
     from comfedl.folder import check_free
+    from comfedl.progress import make_progress
     from comfedl.tables import show_result
+    from comfedl.trackers import make_tracker
 
     parsed = read_config(config, set or ())
     folder = out or Path("runs") / config.stem
@@ -104,9 +110,13 @@ def run(
     if not resume and os.path.exists(folder / "config.toml") and (folder / "config.toml").samefile(config):
         raise ConfigError(f"{config} lies in the folder that the run would be written to; give another --out.")
     check_free(folder, force, resume)
-    result = run_config(parsed, out=folder, force=force, resume=resume, progress=True)
-    print_table(show_result(result, parsed.algorithm.name))
-    typer.echo(f"Written to {folder}")
+    settings = parsed.resolved()
+    hung = [make_tracker(kind, folder, settings, folder.name, resume) for kind in track or ()]
+    hung.insert(0, make_progress(log, parsed.rounds, folder.name))
+    result = run_config(parsed, folder, force, resume, callbacks=hung, fed=parsed.make_data(progress=True))
+    if log != "json":
+        print_table(show_result(result, parsed.algorithm.name))
+        typer.echo(f"Written to {folder}")
 
 
 @app.command()
@@ -118,20 +128,41 @@ def compare(
     out: Annotated[Path, typer.Option(help="Where to write the runs and comparison.csv.")] = Path("runs/compare"),
     force: Force = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the runs that are done, and go on.")] = False,
+    log: Log = "bar",
+    track: Track = None,
 ) -> None:
     """Run several configs on the same data from the same initial model and show them side by side."""
+    from comfedl import checks
+    from comfedl.callbacks import Callback
     from comfedl.compare import run_comparison
-    from comfedl.config import read_config
+    from comfedl.config import Config, read_config
+    from comfedl.progress import LOGS, make_progress
+    from comfedl.report.contents import Asked
+    from comfedl.report.page import offer_report
     from comfedl.tables import show_comparison
+    from comfedl.trackers import TRACKERS, make_tracker
 
+    checks.one_of("--log", log, LOGS)
+    for kind in track or ():
+        checks.one_of("--track", kind, TRACKERS)
     names = [path.stem for path in configs]
     if len({*names}) < len(names):
         raise ConfigError(f"Two configs have the same file name ({', '.join(names)}); rename one.")
     parsed = {path.stem: read_config(path, set or ()) for path in configs}
-    table, note = show_comparison(run_comparison(parsed, seeds, split, out, force, resume))
-    print_table(table)
-    typer.echo(note)
-    typer.echo(f"Written to {out}")
+
+    def hung(config: Config, label: str, folder: Path) -> list[Callback]:
+        settings = config.resolved()
+        trackers = [make_tracker(kind, folder, settings, label, resume) for kind in track or ()]
+        return [make_progress(log, config.rounds, label), *trackers]
+
+    comparison = run_comparison(parsed, seeds, split, out, force, resume, watch=hung)
+    machine = log == "json"  # then standard output is theirs alone
+    if not machine:
+        table, note = show_comparison(comparison)
+        print_table(table)
+        typer.echo(note)
+        typer.echo(f"Written to {out}")
+    typer.echo(offer_report([out / name for name in names], out / "report.html", Asked(split)), err=machine)
 
 
 @app.command()
@@ -148,11 +179,18 @@ def tune(
     trials: Annotated[
         int | None, typer.Option(help="How many in total (default: the whole grid, or 50).", show_default=False)
     ] = None,
-    metric: Annotated[str, typer.Option(help="What to choose by; never test.")] = "validation.accuracy.worst",
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="What to choose by, never test (default: validation.accuracy.worst, or rmse in a regression).",
+            show_default=False,
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds a trial is the mean of.")] = 1,
     jobs: Annotated[int, typer.Option(help="How many trials at a time, each in a process of its own.")] = 1,
     set: Changes = None,
     out: Annotated[Path | None, typer.Option(help="The study's folder (default: runs/tune/NAME-OF-CONFIG).")] = None,
+    log: Log = "bar",
 ) -> None:
     """Search for good hyper-parameters; a search that was stopped goes on when the command is repeated."""
     from comfedl.tables import show_trials
@@ -160,12 +198,14 @@ def tune(
     from comfedl.tuning.tune import tune as search
 
     plan = make_plan(config, grid, space, sampler, pruner, trials, metric, seeds, set or ())
-    tuned = search(plan, out or Path("runs/tune") / config.stem, jobs)
-    print_table(show_trials(tuned))
+    tuned = search(plan, out or Path("runs/tune") / config.stem, jobs, log)
+    machine = log == "json"  # then standard output is theirs alone
+    if not machine:
+        print_table(show_trials(tuned))
     if tuned.best is not None:
-        typer.echo(f"The best config is {tuned.best}; run it with: comfedl run {tuned.best}")
-        typer.echo(tuned.caution)
-    typer.echo(f"Open the study with: {tuned.opening}")
+        typer.echo(f"The best config is {tuned.best}; run it with: comfedl run {tuned.best}", err=machine)
+        typer.echo(tuned.caution, err=machine)
+    typer.echo(f"Open the study with: {tuned.opening}", err=machine)
     if tuned.interrupted:
         typer.echo("interrupted; repeat the command to go on", err=True)
         sys.exit(130)
@@ -180,17 +220,18 @@ def reproduce(
     seeds: Annotated[int | None, typer.Option(help="How many seeds judge (default: the preset's).")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write (default: runs/reproduce-PRESET).")] = None,
     jobs: Annotated[int | None, typer.Option(help="How many processes (default: one a core).")] = None,
+    log: Log = "bar",
 ) -> None:
     """Run the paper's experiments: tables and a picture for each figure. What is finished is not run again."""
     from comfedl.reproduce import reproduce as carry_out
 
     try:
-        folders = carry_out(figures, preset, seeds, out, jobs)
+        folders = carry_out(figures, preset, seeds, out, jobs, log)
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on where it was", err=True)
         sys.exit(130)
     for folder in folders:
-        typer.echo(f"Written to {folder}")
+        typer.echo(f"Written to {folder}", err=log == "json")
 
 
 @app.command("list")
@@ -210,3 +251,7 @@ def list_(what: Annotated[str, typer.Argument(help="algorithms, outers, datasets
 
         raise ConfigError(f"There is no list of {what!r}; {nearest(what, lists)}.")
     print_table(lists[what]())
+
+
+for command in (init, advise, after.predict, after.evaluate, after.personalise, report.report, watch.watch):
+    app.command()(command)

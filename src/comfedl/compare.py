@@ -5,18 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from comfedl import checks
+from comfedl.callbacks import Callback
 from comfedl.config import Config, run_config
 from comfedl.errors import ConfigError
 from comfedl.files import write_atomic
 from comfedl.folder import check_free, finished_rows
-from comfedl.metrics import Row
+from comfedl.metrics import Row, smaller_is_better
 from comfedl.progress import Progress
 from comfedl.step import Diverged
 
@@ -47,9 +48,9 @@ class Comparison:
 
     @property
     def metric(self) -> str:
-        """Accuracy where there is one, else the loss."""
+        """Accuracy where there is one, or the error of a regression, else the loss."""
         first = next(iter(self.rows.values()))[0]
-        return "accuracy" if f"{self.split}.accuracy.mean" in first else "loss"
+        return next((name for name in ("accuracy", "rmse") if f"{self.split}.{name}.mean" in first), "loss")
 
     def columns(self) -> dict[str, dict[str, Cell]]:
         """Column -> method -> cell. A difference is within noise where it is below two standard errors of the
@@ -64,7 +65,7 @@ class Comparison:
                 if all(isinstance(number, int | float) for number in found)
             }
             if values:
-                out[column] = _cells(values, -1 if self.metric == "loss" else 1)
+                out[column] = _cells(values, -1 if smaller_is_better(self.metric) else 1)
         return out
 
     def to_csv(self) -> str:
@@ -100,10 +101,12 @@ def run_comparison(
     force: bool = False,
     resume: bool = False,
     progress: bool = True,
+    watch: Callable[[Config, str, Path], Sequence[Callback]] | None = None,
 ) -> Comparison:
     """Run every config with every seed, counted up from its own, and write the runs and a table of all numbers.
 
-    With ``resume`` the runs that ``out`` already holds are not run again, or go on.
+    With ``resume`` the runs that ``out`` already holds are not run again, or go on. ``watch`` makes what hangs on a run
+    from its config, its name and its folder; by default that is a progress bar.
     """
     checks.at_least("seeds", seeds, 1)
     _check_alike(configs)
@@ -120,14 +123,17 @@ def run_comparison(
                 raise ConfigError(
                     f"split is {split!r}, but it must be train, or validation or test if the data has it."
                 )
-            watch = [Progress(config.rounds, f"{name}, seed {seeded.seed}")] if progress else []
             done = finished_rows(folders[name, i], seeded.resolved()) if resume else None
             if done is not None:
                 rows[name].append(done[-1])
                 continue
-            folder = folders[name, i]
+            folder, label = folders[name, i], f"{name}, seed {seeded.seed}"
+            if watch is not None:
+                hung = watch(seeded, label, folder)
+            else:
+                hung = [Progress(config.rounds, label)] if progress else []
             try:
-                result = run_config(seeded, folder, force, resume, callbacks=watch, fed=fed)
+                result = run_config(seeded, folder, force, resume, callbacks=hung, fed=fed)
             except Diverged as error:
                 error.advice = f"This is {name} with seed {seeded.seed}. {error.advice}"
                 raise
@@ -142,9 +148,9 @@ def _check_alike(configs: Mapping[str, Config]) -> None:
     first, *others = configs.items()
     for name, config in others:
         ours, theirs = first[1].resolved(), config.resolved()
-        for key in ("data", "model", "seed", "rounds", "clients_per_round", "eval_clients"):
-            if ours[key] != theirs[key]:
+        for key in ("data", "model", "seed", "rounds", "clients_per_round", "eval_clients", "loss"):
+            if ours.get(key) != theirs.get(key):
                 raise ConfigError(
-                    f"{first[0]} and {name} differ in {key} ({ours[key]} and {theirs[key]}); a comparison is of "
-                    "methods on the same data, model and rounds: make them equal, for instance with --set."
+                    f"{first[0]} and {name} differ in {key} ({ours.get(key)} and {theirs.get(key)}); a comparison is "
+                    "of methods on the same data, model and rounds: make them equal, for instance with --set."
                 )

@@ -16,13 +16,12 @@ from comfedl.algorithms.base import Algorithm
 from comfedl.building import call, check_options, complaint, defaults, imported, lookup, make, unknown
 from comfedl.callbacks import Callback
 from comfedl.data.federated import FederatedData
-from comfedl.data.loading import load
-from comfedl.data.partition import IID, PARTITIONS, Natural, Partition
-from comfedl.data.sources import SOURCES
+from comfedl.datatable import SITES, DataTable, NamedTable, SitesTable
 from comfedl.engines.choice import WAYS
 from comfedl.engines.group import BACKENDS
 from comfedl.errors import ConfigError
 from comfedl.inputs import check_loop
+from comfedl.losses import LOSSES
 from comfedl.result import Result
 from comfedl.run import fit
 from comfedl.settings import describe
@@ -40,92 +39,13 @@ LOOP = (
 )
 
 
-class _Table(BaseModel):
-    """A table whose other keys are the arguments of what it names."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    name: str
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
-
-
-class DataTable(_Table):
-    """[data]: the data set, and its partition with the partition's arguments."""
-
-    partition: str | None = None
-    validation: float = 0.2
-    test: float = 0.2
-    held_out: int | None = None
-    seed: int | None = None
-
-    def make_partition(self) -> Partition:
-        """The partition; by default the data's own groups, or ten equal clients."""
-        source = lookup("data.name", self.name, SOURCES)
-        if self.partition is None:
-            for key in self.arguments:
-                raise ConfigError(f"{unknown('data', key, DataTable.model_fields)} Or name a partition that has it.")
-            return Natural() if source.grouped else IID(clients=10)
-        found = lookup("data.partition", self.partition, PARTITIONS)
-        partition: Partition = make(found, self.arguments, "data", extra=DataTable.model_fields)
-        return partition
-
-    @property
-    def class_count(self) -> int:
-        """How many classes the labels have."""
-        return SOURCES[self.name].classes
-
-    def check(self) -> None:
-        """See that the partition can be made."""
-        self.make_partition()
-
-    def make_data(self, seed: int, progress: bool = False) -> FederatedData:
-        """The clients' data; ``seed`` is the run's, for where the table has none of its own."""
-        seed = seed if self.seed is None else self.seed
-        return load(self.name, self.make_partition(), seed, self.validation, self.test, progress, self.held_out)
-
-    def resolved(self) -> dict[str, Any]:
-        """All values, defaults included."""
-        own = self.model_dump(include=set(DataTable.model_fields), exclude_none=True)
-        partition = self.make_partition()
-        name = next(name for name, kind in PARTITIONS.items() if kind is type(partition))
-        return own | {"partition": name} | {k: v for k, v in describe(partition).items() if k != "name"}
-
-
-SITES = "sites"
-
-
-class SitesTable(DataTable):
-    """[data] with the name "sites": each site has its own, and here stands only what the model must know of them."""
-
-    classes: int
-
-    @property
-    def class_count(self) -> int:
-        return self.classes
-
-    def check(self) -> None:
-        checks.at_least("data.classes", self.classes, 1)
-        for key in self.model_fields_set - {"name", "classes"} | self.arguments.keys():
-            raise unknown("data", key, ["name", "classes"], "data that are at sites")
-
-    def make_data(self, seed: int, progress: bool = False) -> FederatedData:
-        raise ConfigError(
-            'data.name is "sites": the data are at sites and not here; start the run with flwr run (docs/flower.md).'
-        )
-
-    def resolved(self) -> dict[str, Any]:
-        return {"name": self.name, "classes": self.classes}
-
-
 class FlowerTable(BaseModel):
     """[flower]: how sites are reached; see ``comfedl.engines.flower``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     sites: int | list[str] | None = None
+    outputs: int | None = None
     deadline: float = 600
     patience: float = 600
 
@@ -133,6 +53,8 @@ class FlowerTable(BaseModel):
         """Refuse what cannot be."""
         checks.positive("flower.deadline", self.deadline)
         checks.positive("flower.patience", self.patience)
+        if self.outputs is not None:
+            checks.at_least("flower.outputs", self.outputs, 1)
         if isinstance(self.sites, int):
             checks.at_least("flower.sites", self.sites, 1)
         elif self.sites is not None and len({*self.sites, ""}) <= len(self.sites):
@@ -173,12 +95,13 @@ class Config(BaseModel):
     quorum: float = 0.5
     save_personal: bool = True
     engine: str = "embedded"
+    loss: str = "cross_entropy"
     embedded: EmbeddedTable | None = None
     distributed: DistributedTable | None = None
     flower: FlowerTable | None = None
     data: DataTable
-    model: _Table = _Table(name="logistic")
-    algorithm: _Table
+    model: NamedTable = NamedTable(name="logistic")
+    algorithm: NamedTable
     tune: dict[str, Any] | None = None
     """What ``comfedl tune`` searches; a run does not use it."""
 
@@ -193,17 +116,21 @@ class Config(BaseModel):
 
     def make_data(self, progress: bool = False) -> FederatedData:
         """The clients' data."""
-        return self.data.make_data(self.seed, progress)
+        return self.data.make_data(self.seed, progress, self.loss)
 
     def make_model(self, fed: FederatedData) -> nn.Module:
         """The model, with initial parameters that depend on the seed alone."""
-        return self.make_model_for(tuple(fed.train.x.shape[1:]))
+        return self.build_model(tuple(fed.train.x.shape[1:]), self.data.outputs(fed, self.loss))
 
     def make_model_for(self, shape: Sequence[int]) -> nn.Module:
-        """The same, for samples of this shape."""
-        classes = self.data.class_count
+        """The same for samples of this shape that are at sites, where no data are here to count classes in."""
+        told = None if self.flower is None else self.flower.outputs
+        return self.build_model(shape, self.data.outputs_unseen(self.loss) if told is None else told)
+
+    def build_model(self, shape: Sequence[int], outputs: int) -> nn.Module:
+        """The model for samples of this shape, with so many outputs."""
         name, function, options = self.model.name, self._model_function(), self.model.arguments
-        model = call("model.name", name, models.build, function, shape, classes, self.seed, **options)
+        model = call("model.name", name, models.build, function, shape, outputs, self.seed, **options)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model.name is {name!r}, which gave {type(model).__name__}, not an nn.Module.")
         return model
@@ -223,6 +150,7 @@ class Config(BaseModel):
         self.data.check()
         if self.flower is not None:
             self.flower.check()
+        checks.one_of("loss", self.loss, LOSSES)
         for name, table in self._engine_tables().items():
             checks.one_of(f"{name}.vectorize", table.vectorize, WAYS)
             checks.positive(f"{name}.memory_mb", table.memory_mb)
@@ -234,8 +162,6 @@ class Config(BaseModel):
             if self.engine != name:
                 raise ConfigError(f"There is a table [{name}], but engine is {self.engine!r}; leave one of them out.")
         check_loop(**{name: getattr(self, name) for name in LOOP})
-        if self.data.seed is not None:
-            checks.at_least("data.seed", self.data.seed, 0)
         try:
             check_options("model", self._model_function(), self.model.arguments, given=2)
         except ConfigError as error:
@@ -258,6 +184,7 @@ class Config(BaseModel):
         written = {key: value for key, value in self.algorithm.arguments.items() if isinstance(value, str)}
         return {
             **self.model_dump(include={*LOOP} - ({"save_personal"} if self.save_personal else set())),
+            **({} if self.loss == "cross_entropy" else {"loss": self.loss}),
             "data": self.data.resolved(),
             "model": {"name": self.model.name, **defaults(self._model_function(), given=2), **self.model.arguments},
             "algorithm": {"name": self.algorithm.name, **algorithm, **written},
@@ -290,7 +217,9 @@ def read_data(path: Path, changes: Sequence[str] = (), progress: bool = False) -
         if key not in Config.model_fields:
             raise unknown("", key, Config.model_fields)
     checks.at_least("seed", settings.get("seed", 0), 0)
-    return table.make_data(settings.get("seed", 0), progress)
+    table.check()
+    checks.one_of("loss", loss := settings.get("loss", "cross_entropy"), LOSSES)
+    return table.make_data(settings.get("seed", 0), progress, loss)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -339,6 +268,7 @@ def run_config(
         resume=resume,
         progress=progress,
         callbacks=callbacks,
+        loss=config.loss,
         settings=config.resolved(),
         engine_options=config.engine_options,
     )

@@ -1,4 +1,7 @@
-"""A run's folder: config.toml, rounds.jsonl, clients.jsonl, summary.json, model.safetensors, personal/, checkpoint/."""
+"""A run's folder: config.toml, rounds.jsonl, clients.jsonl, summary.json, model.safetensors, personal/, checkpoint/.
+
+Where the data were a table or had labels with names, data.json says how their rows became numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ import torch
 from comfedl import checkpoint, ranks
 from comfedl.callbacks import Callback
 from comfedl.checkpoint import Snapshot
+from comfedl.data.tabular import Encoding
 from comfedl.errors import ConfigError, DataError, RunFolderError
 from comfedl.files import sweep, write_atomic
 from comfedl.lock import release_lock, take_lock
@@ -39,7 +43,9 @@ from comfedl.tree import Tree
 
 # What a run writes. A folder that holds any of these is not free, since they would be replaced.
 FILES = (
-    *("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint"),
+    *("config.toml", "data.json", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors"),
+    *("personal", "checkpoint"),
+    *("tensorboard", "mlflow.json"),  # what trackers keep here
     *("sites.json", "sites.jsonl"),  # of a run over sites
     ranks.MARK,
 )
@@ -100,6 +106,7 @@ class RunFolder(Callback):
         self.path, self._settings, self._fingerprint = path, settings, fingerprint
         self._every, self._resumed = checkpoint_every, resume and (path / "config.toml").exists()
         self._personal, self.room = save_personal, 0  # how many bytes the personal models will take
+        self.encoding: Encoding | None = None
         self._streams: dict[str, IO[str]] = {}
         self._digests = {name: hashlib.sha256() for name in RECORDS}
         self._made: list[Path] = []
@@ -155,6 +162,9 @@ class RunFolder(Callback):
             self._check_room()
             if not self._resumed:
                 self._move_aside()
+            if self.encoding is not None:
+                described = {"version": 1, **self.encoding.to_dict()}
+                write_atomic(self.path / "data.json", (json.dumps(described, indent=1) + "\n").encode())
             write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
             ranks.mark(self.path)
             for name in RECORDS:

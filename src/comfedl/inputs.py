@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -13,7 +14,7 @@ from comfedl.algorithms.base import Algorithm
 from comfedl.data.federated import FederatedData
 from comfedl.engines import AT_SITES, ENGINES
 from comfedl.errors import ConfigError, DataError
-from comfedl.losses import LOSSES, LossFunction
+from comfedl.losses import LOSSES, REGRESSIONS, Function, LossFunction, alike, bce
 from comfedl.problem import Learner, Model, Params
 
 
@@ -69,6 +70,7 @@ def make_learner(
 ) -> tuple[Learner, Model, Params]:
     """The model's functions, its initial state, and the parameters that the reader has frozen; all are copies."""
     frozen: Params = {}
+    scores: dict[str, Function]
     if isinstance(loss, str):
         checks.one_of("loss", loss, LOSSES)
         function, scores = LOSSES[loss]
@@ -104,7 +106,7 @@ def make_learner(
 
 
 def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
-    """See that the model takes the data: its shapes, and for classification the labels' range."""
+    """See that the model takes the data: its shapes, and that outputs and y go together under the loss."""
     if learner.module is None:
         return
     x, y = data.train.x[:2], data.train.y[:2]
@@ -115,8 +117,33 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
         raise DataError(
             f"The model cannot be applied to samples of shape {tuple(x.shape[1:])} and type {x.dtype}: {error}"
         ) from error
-    if learner.loss_function is not functional.cross_entropy:
-        return
+    if learner.loss_function is functional.cross_entropy:
+        _check_labels(output, y, data)
+    elif learner.loss_function in [LOSSES[name][0] for name in ("bce", *REGRESSIONS)]:
+        _check_numbers(learner.loss_function is bce, output, y, data)
+
+
+def _check_numbers(binary: bool, output: object, y: Tensor, data: FederatedData) -> None:
+    """See that there is one output for each number in y, and with two classes that y is 0 or 1."""
+    given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if not isinstance(output, Tensor) or alike(output, y)[0].shape != y.shape:
+        raise DataError(
+            f"{'bce' if binary else 'A regression'} needs one output for each number in y, but the model gives {given} "
+            f"for {len(y)} samples and y has the shape {tuple(y.shape)}; give a model with "
+            f"{math.prod(y.shape[1:])} output{'s' if math.prod(y.shape[1:]) > 1 else ''}."
+        )
+    for name in ("train", "validation", "test") if binary else ():
+        split = data.split(name)
+        wrong = None if split is None else torch.nonzero((split.y != 0) & (split.y != 1))
+        if split is not None and wrong is not None and len(wrong):
+            raise DataError(
+                f"bce needs labels that are 0 or 1, but {name} has {split.y[tuple(wrong[0])].item():g}; recode them, "
+                "or use cross_entropy for more than two classes."
+            )
+
+
+def _check_labels(output: object, y: Tensor, data: FederatedData) -> None:
+    """See that each label has an output."""
     if not isinstance(output, Tensor) or output.ndim != 2:
         shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise DataError(f"cross_entropy needs a model that gives [samples, classes], but this one gives {shape}.")

@@ -14,6 +14,9 @@ except ImportError:  # Windows has no flock: there a folder is not locked
     fcntl = None  # type: ignore[assignment]
 
 
+KNOWN = fcntl is not None  # whether a folder that is being written has a lock
+
+
 def take_lock(path: Path) -> IO[str] | None:
     """Keep other runs out of a folder; the system lets go of the lock when the process ends, however it ends."""
     if fcntl is None:

@@ -13,17 +13,40 @@ from numpy.typing import NDArray
 
 Row = dict[str, float | int | str | None]
 
+SMALL = ("loss", "rmse", "mae")
+"""The metrics of which less is better; of all others more is."""
+UNDEFINABLE = ("auc", "r2")
+"""Metrics that some data do not define: AUC with one label only, R2 where all y are equal.
+
+A client without a number has none in the records, and the summaries are over the others.
+"""
+
+
+def base(name: str) -> str:
+    """What is measured: ``"auc"`` of ``"validation.personal_auc"``."""
+    return name.rpartition(".")[2].removeprefix("personal_")
+
+
+def smaller_is_better(metric: str) -> bool:
+    """Whether the worst client is the one with the largest number."""
+    return base(metric) in SMALL
+
+
+def undefinable(metric: str) -> bool:
+    """Whether there are data that do not define it."""
+    return base(metric) in UNDEFINABLE
+
 
 def summarise(metric: str, values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
     """Mean, worst, the mean of the worst tenth (at least one client), and standard deviation over clients.
 
-    The worst client is the one with the largest loss, or the smallest of any other metric.
+    The worst client is the one with the largest loss or error, or the smallest of any other metric.
 
     >>> summarise("accuracy", [0.9, 0.5])
     {'mean': 0.7, 'worst': 0.5, 'worst10': 0.5, 'std': 0.2}
     """
     numbers = np.asarray(values, dtype=np.float64)
-    worst_first = np.sort(numbers)[:: -1 if metric.endswith("loss") else 1]
+    worst_first = np.sort(numbers)[:: -1 if smaller_is_better(metric) else 1]
     tenth = worst_first[: math.ceil(len(numbers) / 10)]
     # Halving what is near the largest float keeps sums and squares of it finite, and changes nothing else.
     scale = 2.0 ** max(0, math.frexp(float(np.abs(numbers).max()))[1] - 400)
@@ -64,12 +87,20 @@ def summarise_clients(scores: Sequence[Mapping[str, float]]) -> dict[str, float]
 
 
 def summarise_columns(columns: Mapping[str, Sequence[float] | NDArray[np.float64]]) -> dict[str, float]:
-    """The same from each metric's numbers."""
-    return {
+    """The same from each metric's numbers.
+
+    Where a metric is not defined for all clients of a split, ``"validation.auc.clients"`` says for how many it is.
+    """
+    found = {
         f"{name}.{statistic}": number
         for name, values in columns.items()
-        for statistic, number in summarise(name.rsplit(".", 1)[-1], values).items()
+        for statistic, number in summarise(name, values).items()
     }
+    for name, values in columns.items():
+        everybody = columns.get(f"{name.rpartition('.')[0]}.loss", values)
+        if undefinable(name) and len(values) < len(everybody):
+            found[f"{name}.clients"] = len(values)
+    return found
 
 
 def nested(row: Mapping[str, float | int | str | None]) -> dict[str, dict[str, dict[str, float]]]:

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from comfedl import checks
-from comfedl.simplex import capped_weights, chi_square_weights, log_mean_exp, softmax_weights, top_weights
+from comfedl.errors import ConfigError
+from comfedl.simplex import (
+    capped_weights,
+    chi_square_weights,
+    effective_weights,
+    log_mean_exp,
+    softmax_weights,
+    top_weights,
+)
 
 
 class Outer(ABC):
@@ -103,25 +111,48 @@ class KL(Coupled):
     The weights are softmax(y / gamma). A small gamma follows the worst client, a large one is plain averaging.
     ``cap`` bounds a client's weight at cap times uniform (the mean weight stays 1), so that a client that
     reports a false loss cannot take over the model; cap = 1 is uniform.
+
+    ``effective_clients`` = k, in place of gamma, takes in every round the gamma at which the weights amount to k equal
+    clients, ``1 / sum_i r_i^2 = k``: k = 1 follows the worst client alone, and k as large as the number of clients is
+    plain averaging. So losses that get small or near to each other do not change how much the weights differ. It counts
+    among the round's participants, and no client weighs more than ``1 / sqrt(k)``. Gamma moves with the losses, so
+    there is no fixed objective; the weighted mean loss is reported.
     """
 
     name: ClassVar[str] = "kl"
 
-    gamma: float
+    gamma: float | None = None
     cap: float | None = None
+    effective_clients: float | None = None
 
     def __post_init__(self) -> None:
-        checks.positive("gamma", self.gamma, "small follows the worst client, large is plain averaging")
+        if (self.gamma is None) == (self.effective_clients is None):
+            given = "neither is" if self.gamma is None else "both are"
+            raise ConfigError(f"KL needs gamma or effective_clients, and {given} given; give one of them.")
+        if self.gamma is not None:
+            checks.positive("gamma", self.gamma, "small follows the worst client, large is plain averaging")
+        if self.effective_clients is not None:
+            checks.not_below("effective_clients", self.effective_clients, 1)
         if self.cap is not None:
             checks.not_below("cap", self.cap, 1)
+            if self.effective_clients is not None:
+                raise ConfigError(
+                    f"effective_clients is given with cap = {self.cap:g}; it bounds a client's weight itself, at "
+                    f"1 / sqrt({self.effective_clients:g}): leave cap out, or give gamma."
+                )
 
     def weights(self, values: Tensor) -> Tensor:
+        if self.effective_clients is not None:
+            return effective_weights(values, self.effective_clients)
+        assert self.gamma is not None
         if self.cap is None:
             return softmax_weights(values, self.gamma)
         return capped_weights(values, self.gamma, self.cap)
 
     def objective(self, values: Tensor) -> Tensor:
         r = self.weights(values)
+        if self.gamma is None:
+            return (r * values).sum()
         if self.cap is None or bool((r < self.cap / len(r) * (1 - 1e-9)).all()):
             return log_mean_exp(values, self.gamma)  # the cap does not bind
         return (r * values).sum() - self.gamma * torch.xlogy(r, len(values) * r).sum()

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self, TypedDict
+from typing import Any, NamedTuple, Protocol, Self, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 
 from comfedl import checks, tree, twice
-from comfedl.losses import LossFunction
+from comfedl.losses import WHOLE, Function, LossFunction, WholeMetric
+from comfedl.metrics import undefinable
 from comfedl.stateless import Stateless
 from comfedl.tree import Tree
 
@@ -50,14 +51,14 @@ class Learner:
     """A model's functions, without its state: parameters and buffers are always handed in.
 
     ``module`` is None where the reader's own problem trains a plain dict of tensors. ``metrics`` are means over a
-    batch, like the loss: ``metric(output, y)``.
+    batch, like the loss, ``metric(output, y)``, or those of ``losses.WHOLE``.
     """
 
     def __init__(
         self,
         module: nn.Module | None = None,
         loss: LossFunction | None = None,
-        metrics: Mapping[str, LossFunction] | None = None,
+        metrics: Mapping[str, Function] | None = None,
     ) -> None:
         self.call = None if module is None else Stateless(copy.deepcopy(module))
         self.loss_function = loss
@@ -112,20 +113,31 @@ class Learner:
         return self.means(model, data, {"loss": self.loss_function})["loss"]
 
     def scores(self, model: Model, data: Batch) -> dict[str, Tensor]:
-        """The loss and the metrics of a model on whole data."""
+        """The loss and the metrics of a model on whole data; one that these data do not define is left out."""
         assert self.loss_function is not None
-        return self.means(model, data, {"loss": self.loss_function, **self.metrics})
+        found = self.means(model, data, {"loss": self.loss_function, **self.metrics})
+        return {name: score for name, score in found.items() if not (undefinable(name) and not bool(score.isfinite()))}
 
-    def means(self, model: Model, data: Batch, functions: Mapping[str, LossFunction]) -> dict[str, Tensor]:
-        """The means of functions (output, y) over whole data, taken chunk by chunk and without a graph."""
+    def means(self, model: Model, data: Batch, functions: Mapping[str, Function]) -> dict[str, Tensor]:
+        """Functions (output, y) over whole data, taken chunk by chunk and without a graph.
+
+        They are means over the samples, but for those of ``losses.WHOLE``, which get all outputs.
+        """
+        plain, whole = apart(functions)
+        outputs: list[Tensor] = []
 
         def of(part: Batch) -> dict[str, Tensor]:
             x, y = paired(part)
             output, _ = self.output(model["params"], model["buffers"], x, train=False)
-            return {name: function(output, y) for name, function in functions.items()}
+            if whole:
+                outputs.append(output[: len(part[0])])
+            return {name: function(output, y) for name, function in plain.items()}
 
         means: dict[str, Tensor] = mean_over(data, of)
-        return means
+        if not whole:
+            return means
+        size = torch.tensor([len(data[1])], device=data[1].device)
+        return means | {name: function(torch.cat(outputs), data[1], size)[0] for name, function in whole.items()}
 
 
 class Objective(Protocol):
@@ -333,6 +345,13 @@ class Adapted:
         value_only = replace(self, adapt=replace(self.adapt, order="first"))  # no second derivative is needed
         adapted = Model(params=value_only.inner(model, data)[0], buffers=model["buffers"])
         return LocalLoss(self.learner).value(adapted, outer_data, outer_data)
+
+
+def apart(functions: Mapping[str, Function]) -> tuple[dict[str, LossFunction], dict[str, WholeMetric]]:
+    """The functions that are means over samples, and those of whole data."""
+    plain = {name: cast(LossFunction, function) for name, function in functions.items() if function not in WHOLE}
+    whole = {name: cast(WholeMetric, function) for name, function in functions.items() if function in WHOLE}
+    return plain, whole
 
 
 def paired(batch: Batch) -> Batch:

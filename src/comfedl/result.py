@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from comfedl import metrics
 from comfedl.data.names import find
 from comfedl.errors import ConfigError, nearest
 from comfedl.metrics import Row
 from comfedl.problem import Model, Params
+from comfedl.stateless import with_tensors
 
 MOST_NAMED = 1000  # an error lists all clients up to so many
 
@@ -38,11 +41,18 @@ class Result:
     seconds: float
     names: Sequence[str] = field(repr=False)
     ask_personal: Callable[[Sequence[int]], Iterator[Model]] = field(repr=False)
+    module: nn.Module | None = field(default=None, repr=False)
 
     def state_dict(self, client: str | None = None) -> Params:
         """Parameters and buffers together, for ``model.load_state_dict``: the global model's or a client's own."""
         model = Model(params=self.params, buffers=self.buffers) if client is None else self.personal_model(client)
         return {**model["params"], **model["buffers"]}
+
+    def to_module(self, client: str | None = None) -> nn.Module:
+        """The trained model, ready to use (in the mode of evaluation): the global one or a client's own."""
+        if self.module is None:
+            raise ConfigError("This run trained a dict of tensors and not a module; its tensors are in result.params.")
+        return with_tensors(self.module, self.state_dict(client))
 
     def personal(self, client: str) -> Params:
         """The parameters that this client would use: after its own adaptation steps, or the model it keeps."""

@@ -19,6 +19,7 @@ from comfedl.algorithms.rounds import Round, Traffic, Used
 from comfedl.callbacks import Callback
 from comfedl.checkpoint import Snapshot, fingerprint
 from comfedl.data.federated import FederatedData
+from comfedl.data.tabular import Encoding
 from comfedl.engines import make_engine
 from comfedl.errors import ConfigError
 from comfedl.folder import RunFolder
@@ -65,8 +66,8 @@ def fit(
         algorithm: the method, with its hyper-parameters.
         rounds: how many rounds of communication.
         seed: the same seed gives the same run, to the bit.
-        loss: "cross_entropy", or a function (output, y) -> mean loss of the batch; a problem of the reader's own brings
-            its own and does not use it.
+        loss: "cross_entropy", "bce" (two classes, one output), "mse", "mae" or "huber", or a function (output, y) ->
+            mean loss of the batch; a problem of the reader's own brings its own and does not use it.
         clients_per_round: how many clients take part in a round, drawn uniformly; None is all of them.
         eval_every: evaluate the clients after every so many rounds, and after the last.
         eval_clients: how many clients are evaluated, drawn once for the run; None is all of them. The records and the
@@ -134,6 +135,8 @@ def fit(
         save_personal=save_personal,
         quorum=quorum,
         callbacks=callbacks,
+        encoding=fed.encoding,
+        module=model if isinstance(model, nn.Module) else None,
         started=started,
     )
 
@@ -159,6 +162,8 @@ def fit_on(
     save_personal: bool = True,
     quorum: float = 0.5,
     callbacks: Sequence[Callback] = (),
+    encoding: Encoding | None = None,
+    module: nn.Module | None = None,
     started: float | None = None,
 ) -> Result:
     """Train on an engine that has its clients already, wherever their data are; ``fit`` says what the rest is.
@@ -182,6 +187,7 @@ def fit_on(
             folder = RunFolder(Path(out), settings, force, resume, known, checkpoint_every, save_personal)
             if save_personal and count > personal.MOST_FILES:
                 folder.room = count * tree.nbytes({**initial, "frozen": frozen})
+            folder.encoding = encoding
             watchers.insert(0, folder)
         elif out is not None:
             watchers.append(Follower(save_personal))
@@ -214,6 +220,7 @@ def fit_on(
             seconds=time.perf_counter() - started,
             names=clients.names,
             ask_personal=run.personal_models(rounds, final, frozen),
+            module=module,
         )
         for watcher in watchers:
             watcher.finished(result)

@@ -32,6 +32,18 @@ def plain_number(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``.
+
+    >>> flat({"rounds": 3, "algorithm": {"outer": {"gamma": 0.2}}})
+    {'rounds': 3, 'algorithm.outer.gamma': 0.2}
+    """
+    out: dict[str, Any] = {}
+    for key, value in settings.items():
+        out |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return out
+
+
 def to_toml(settings: Mapping[str, Any]) -> str:
     """Write settings as TOML: plain values first, then one table for each dict; deeper dicts stand inline.
 

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-6  # losses are computed in float32
 MANY = 16_384  # for more values than this, sorting them all takes too long
 
 
@@ -33,6 +34,46 @@ def softmax_weights(values: Tensor, gamma: float) -> Tensor:
     """
     peak = values.max() if gamma > 0 else values.min()
     return torch.softmax((values - peak) / gamma, dim=0)
+
+
+def effective_weights(values: Tensor, clients: float) -> Tensor:
+    """The softmax weights at the gamma for which ``1 / sum_i r_i^2`` is so many clients; see ``effective_gamma``.
+
+    >>> effective_weights(torch.tensor([1.0, 2.0], dtype=torch.float64), clients=1).tolist()
+    [0.0, 1.0]
+    """
+    gamma = effective_gamma(values, clients)
+    if gamma > 0:
+        return softmax_weights(values, gamma)
+    top = (values == values.max()).to(values.dtype)
+    return top / top.sum()
+
+
+def effective_gamma(values: Tensor, clients: float) -> float:
+    """The gamma at which the softmax weights amount to so many equal clients, ``1 / sum_i r_i^2``.
+
+    With b = 1 / gamma, ``log sum_i r_i^2`` has the slope ``2 (E_{2b}[values] - E_b[values]) >= 0`` in b, where E_b is
+    the mean under the softmax at b: the number falls from n at b = 0 to that of the clients that share the largest
+    value, so bisection finds it. What cannot be had is the nearest that can: infinity (plain averaging) for n or more,
+    and 0 for as many as share the largest value, or fewer. Values that differ by rounding alone are equal: else the
+    rounding of the first losses, which often are all the same, would choose the clients.
+    """
+    below = values.double() - values.double().max()
+    spread = -float(below.min())
+    if clients >= len(values) or spread <= ROUNDING * float(values.abs().max()):
+        return math.inf
+    if clients <= int((below == 0).sum()):
+        return 0.0
+    scaled = below / spread
+    low, high = -30.0, 45.0  # the logarithm of b in units of the spread: uniform, and beyond what floats can tell apart
+    for _ in range(200):
+        middle = (low + high) / 2
+        odds = torch.exp(math.exp(middle) * scaled)
+        found = float(odds.sum() ** 2 / odds.square().sum())
+        if abs(found - clients) <= 1e-12 * clients or middle in (low, high):
+            break
+        low, high = (middle, high) if found > clients else (low, middle)
+    return spread / math.exp(middle)
 
 
 def capped_weights(values: Tensor, gamma: float, cap: float) -> Tensor:

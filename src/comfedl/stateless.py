@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -39,3 +41,13 @@ class Stateless:
         finally:
             for table, key, tensor in own:
                 table[key] = tensor
+
+
+def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a module that holds these parameters and buffers, in the mode of evaluation."""
+    filled = copy.deepcopy(module).eval()
+    own = {**dict(filled.named_parameters()), **dict(filled.named_buffers())}
+    with torch.no_grad():
+        for name, part in tensors.items():
+            own[name].copy_(part)
+    return filled

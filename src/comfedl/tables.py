@@ -11,6 +11,8 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from comfedl.advise import Advice
+from comfedl.after import Personalised, Scores
 from comfedl.algorithms import ALGORITHMS
 from comfedl.algorithms.base import Algorithm
 from comfedl.compare import Cell, Comparison
@@ -58,6 +60,7 @@ def datasets() -> Table:
         here = "not needed" if not source.files else "yes" if is_cached(name) else f"no: {source.download}"
         shape = "x".join(str(size) for size in source.shape)
         table.add_row(name, source.summary, samples, shape, str(source.classes), here)
+    table.caption = 'Your own: "csv", "folder", or "module:function" of yours; see docs/how-to-own-data.md.'
     return table
 
 
@@ -81,11 +84,19 @@ def models() -> Table:
 
 def clients(fed: FederatedData) -> Table:
     """What each client holds."""
-    table = _table(repr(fed), "client", "train", "validation", "test", "labels in train (label:count)")
+    numbers = fed.train.y.is_floating_point()
+    held = "y in train (mean, from, to)" if numbers else "labels in train (label:count)"
+    table = _table(repr(fed), "client", "train", "validation", "test", held)
+    names = () if fed.encoding is None else fed.encoding.classes
     for i, name in enumerate(fed.names):
         sizes = ["-" if split is None else str(split.sizes[i]) for split in (fed.train, fed.validation, fed.test)]
-        labels, counts = np.unique(fed.train.whole(i)[1].numpy(), return_counts=True)
-        table.add_row(escape(name), *sizes, "  ".join(f"{label}:{n}" for label, n in zip(labels, counts, strict=True)))
+        y = fed.train.whole(i)[1].numpy()
+        if numbers:
+            told = f"{y.mean():.4g}, {y.min():.4g}, {y.max():.4g}" if y.size else ""
+        else:
+            pairs = zip(*np.unique(y, return_counts=True), strict=True)
+            told = "  ".join(f"{names[label] if names else label}:{n}" for label, n in pairs)
+        table.add_row(escape(name), *sizes, escape(told))
     return table
 
 
@@ -180,3 +191,60 @@ def show_trials(tuned: Tuned, most: int = 30) -> Table:
 
 def _short(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def show_scores(scores: Scores) -> Table:
+    """Each client's scores, and their summary over the clients."""
+    keys = list(dict.fromkeys(key for row in scores.rows for key in row if key not in ("client", "samples")))
+    table = _table(f"On {scores.split}", "client", "samples", *(key.replace("personal_", "personal ") for key in keys))
+    for row in scores.rows:
+        numbers = (row.get(key) for key in keys)
+        cells = ("-" if number is None else _number(float(number)) for number in numbers)
+        table.add_row(escape(str(row["client"])), str(row["samples"]), *cells)
+    table.add_section()
+    for statistic, told in (("mean", "average client"), ("worst", "worst client")):
+        table.add_row(told, "", *(_number(scores.summary[f"{key}.{statistic}"]) for key in keys))
+    return table
+
+
+def show_personalised(found: Personalised) -> Table:
+    """What adapting to a new client gave."""
+    table = _table(f"On {found.held_out} rows held out", "", "global model", "adapted")
+    for key, number in found.before.items():
+        table.add_row(key, _number(number), _number(found.after[key]))
+    return table
+
+
+def show_advice(advice: Advice) -> Table:
+    """What each gamma would do."""
+    some = f" of {advice.participants} in a round" if advice.participants < len(advice.names) else ""
+    title = f"After {advice.warmup} rounds of plain averaging, {len(advice.names)} clients"
+    table = _table(
+        title, "gamma", f"effective clients{some}", "noise", "heaviest client", "its weight", "weighted loss"
+    )
+    for option in advice.options:
+        heaviest = int(option.weights.argmax())
+        own = " (config)" if option.gamma == advice.chosen else ""
+        times = len(advice.names) * option.weights[heaviest]
+        table.add_row(
+            f"{option.gamma:.4g}{own}",
+            f"{option.effective:.2f}",
+            f"x {option.noise:.2f}",
+            escape(advice.names[heaviest]),
+            f"{times:.2f} x uniform",
+            _number(option.loss),
+        )
+    return table
+
+
+def show_weights(advice: Advice, most: int = 10) -> Table:
+    """What the clients with the largest losses would weigh, times uniform."""
+    order = np.argsort(-advice.losses, kind="stable")
+    title = "Weights, times uniform, at each gamma"
+    table = _table(title, "client", "loss", *(f"{option.gamma:.4g}" for option in advice.options))
+    for i in order[:most]:
+        weights = (f"{len(order) * option.weights[i]:.2f}" for option in advice.options)
+        table.add_row(escape(advice.names[int(i)]), _number(float(advice.losses[i])), *weights)
+    if len(order) > most:
+        table.caption = f"and {len(order) - most} clients with smaller losses"
+    return table

@@ -68,6 +68,11 @@ def test_a_figure_from_its_settings_to_its_picture(small: Path, tmp_path: Path) 
     for picture in ("fig2/fig2-published.png", "fig2/fig2-independent.png", "fig3/fig3-independent.png"):
         png = (out / picture).read_bytes()
         assert png.startswith(PNG) and len(png) < 150_000
+    page = (out / "fig2" / "report-independent.html").read_text(encoding="utf-8")
+    assert "On test data, beside FedAvg, ComFedL" in page and "a small figure 2: tuned." in page
+    lost = (out / "fig2" / "report-published.html").read_text(encoding="utf-8")
+    assert "ComFedL, literal exponent diverged with 2 of 2 seeds, which are left out." in lost
+    assert (out / "fig3" / "report.html").exists()
 
     # The second time nothing is run, and everything is written again as it was.
     before, stamps = contents(out / "fig2"), {path: path.stat().st_mtime_ns for path in records}

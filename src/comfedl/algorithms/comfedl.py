@@ -16,7 +16,7 @@ from comfedl import checks, vector
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
 from comfedl.algorithms.rounds import Round, Used
 from comfedl.errors import ConfigError
-from comfedl.outer import Coupled, Identity, Outer, Separable
+from comfedl.outer import KL, Coupled, Identity, Outer, Separable
 from comfedl.problem import Adapt, Adapted, Composition, Learner, LocalLoss, Model, Objective, Own
 from comfedl.step import NUMBER, Batches, Diverged, Draw, Outcome
 from comfedl.tree import Tree
@@ -104,6 +104,13 @@ class ComFedL(Algorithm):
             warnings.warn(
                 f"With one client a round its weight is always 1, so {self.g} has no effect; use 2 clients_per_round "
                 "or more.",
+                stacklevel=3,
+            )
+        wanted = self.g.effective_clients if isinstance(self.g, KL) else None
+        if wanted is not None and wanted >= participants > 1:
+            warnings.warn(
+                f"effective_clients is {wanted:g} and {participants} clients take part in a round, so all weigh the "
+                "same; it counts among the participants: use a smaller number for robust weights.",
                 stacklevel=3,
             )
 

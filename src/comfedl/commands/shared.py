@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=V", help="Change a value of the config.")]
+Log = Annotated[
+    str, typer.Option(metavar="bar|json", help="json: a line for machines an evaluated round, on standard output.")
+]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(metavar="tensorboard|mlflow", help="Also write the run for TensorBoard or MLflow; may be repeated."),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder already holds.")]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,82 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from comfedl.data import names as naming
+from comfedl.data.split import Batch, Split
 from comfedl.errors import DataError
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from comfedl.data.tabular import Encoding
+
+__all__ = ["Batch", "FederatedData", "Split"]
+
 SPLITS = ("train", "validation", "test", "outer")
 MANY = 65_536
-
-
-class Split(Mapping[str, Batch]):
-    """One split of all clients: rows of two flat tensors, so that many clients are gathered at once.
-
-    As a mapping it gives each client's ``(x, y)``; clients that hold nothing in this split are left out.
-    """
-
-    def __init__(
-        self, x: Tensor, y: Tensor, names: Sequence[str], offsets: NDArray[np.int64], rows: Tensor | None = None
-    ) -> None:
-        self.x, self.y, self.names, self.offsets, self.rows = x, y, names, offsets, rows
-        self.sizes: NDArray[np.int64] = np.diff(offsets)
-
-    def position(self, client: str) -> int:
-        """The client's place in ``names``."""
-        place = naming.find(self.names, client)
-        if place is None:
-            raise KeyError(client)
-        return place
-
-    def __getitem__(self, client: str) -> Batch:
-        i = self.position(client)
-        if not self.sizes[i]:
-            raise KeyError(client)
-        return self.whole(i)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name, size in zip(self.names, self.sizes, strict=True) if size)
-
-    def __len__(self) -> int:
-        return int(np.count_nonzero(self.sizes))
-
-    def whole(self, i: int) -> Batch:
-        """All of the i-th client's samples."""
-        start, stop = int(self.offsets[i]), int(self.offsets[i + 1])
-        if self.rows is None:
-            return self.x[start:stop], self.y[start:stop]
-        rows = self.rows[start:stop]
-        return self.x.index_select(0, rows), self.y.index_select(0, rows)
-
-    def wholes(self, clients: NDArray[np.int64]) -> Batch:
-        """All samples of these clients, one client after another."""
-        if self.rows is None and (np.diff(clients) == 1).all():
-            start, stop = int(self.offsets[clients[0]]), int(self.offsets[clients[-1] + 1])
-            return self.x[start:stop], self.y[start:stop]
-        return self.at(np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in clients]))
-
-    def take(self, i: int, positions: NDArray[np.int64]) -> Batch:
-        """The i-th client's samples at these positions; the result has their shape in front."""
-        return self.at(positions + self.offsets[i])
-
-    def at(self, places: NDArray[np.int64]) -> Batch:
-        """The samples at these places, counted over all clients; the result has their shape in front."""
-        return self.gathered(self.rows_of(places), places.shape)
-
-    def rows_of(self, places: NDArray[np.int64]) -> Tensor:
-        """The rows of ``x`` and ``y`` that hold the samples at these places, as one flat tensor."""
-        flat = torch.from_numpy(places.reshape(-1)).to(self.x.device)
-        return flat if self.rows is None else self.rows.index_select(0, flat)
-
-    def gathered(self, rows: Tensor, shape: Sequence[int]) -> Batch:
-        """The samples in these rows, with this shape in front."""
-        x, y = self.x.index_select(0, rows), self.y.index_select(0, rows)
-        return x.view(*shape, *x.shape[1:]), y.view(*shape, *y.shape[1:])
-
-    def to(self, dtype: torch.dtype, device: torch.device) -> Split:
-        """The same split with its floating-point numbers in this dtype, on this device."""
-        x, y = (part.to(device, dtype if part.is_floating_point() else None) for part in (self.x, self.y))
-        rows = None if self.rows is None else self.rows.to(device)
-        return Split(x, y, self.names, self.offsets, rows)
 
 
 class FederatedData:
@@ -98,8 +32,11 @@ class FederatedData:
         validation, test: the same, for the clients that have them.
         outer: the second distribution of a two-level problem, for every client; by default the train data serve.
 
-    Clients are kept in the order of their names, so the order in which they are given does not matter.
+    Clients are kept in the order of their names, so the order in which they are given does not matter. ``encoding``
+    says how a table's rows became numbers, or names the labels, where the data were made so.
     """
+
+    encoding: Encoding | None = None
 
     def __init__(
         self,
@@ -170,6 +107,103 @@ class FederatedData:
                 splits[split] = Split(x, y, known, offsets)
         return cls.from_splits(splits)
 
+    @classmethod
+    def from_dataframe(
+        cls,
+        df: Any,
+        client: str,
+        target: str,
+        *,
+        validation: float = 0.2,
+        test: float = 0.2,
+        seed: int = 0,
+        split: str | None = None,
+        drop: Sequence[str] = (),
+        task: str | None = None,
+        scale: bool = True,
+        scale_target: bool = False,
+        missing: str = "error",
+    ) -> FederatedData:
+        """Take a table with a column that names each row's client, such as ``client="hospital"``.
+
+        Args:
+            df: a data frame of pandas or polars, or a dict of columns. Numbers and booleans are taken as they are,
+                texts become one number for each category, in an order that is kept for new rows.
+            client: the column of the clients' names.
+            target: the column to predict.
+            validation, test: the share of each client's rows that is held out, drawn by ``seed`` in the proportions of
+                its labels. A client's draw does not depend on the other clients.
+            split: a column that says "train", "validation" or "test" of each row, in place of the shares.
+            drop: columns to leave out.
+            task: "classification" or "regression"; None is classification where y is texts, booleans or up to 20
+                different whole numbers.
+            scale: number columns get mean 0 and standard deviation 1 over the train rows of all clients together. Of
+                each client only counts, sums and sums of squares are needed for that.
+            scale_target: the same for y in a regression; errors are then in units of its standard deviation.
+            missing: "error" refuses missing values, "drop" leaves those rows out.
+        """
+        from comfedl.data.own import Shares, from_table
+
+        shares = Shares(validation, test, seed)
+        return from_table(df, client, target, shares, split, drop, task, scale, scale_target, missing)
+
+    @classmethod
+    def from_datasets(cls, train: Any, validation: Any = 0.2, test: Any = 0.2, seed: int = 0) -> FederatedData:
+        """Take torch's map-style Datasets, one a client, whose samples are pairs (x, y).
+
+        Args:
+            train: client name -> Dataset, or a list of Datasets, whose clients are numbered.
+            validation, test: the same for the clients that have them, or the share of each client's train samples that
+                is held out, drawn by ``seed``; None is none.
+        """
+        from comfedl.data.own import from_datasets
+
+        return from_datasets(train, validation, test, seed)
+
+    @classmethod
+    def from_folder(
+        cls, path: Any, *, validation: float = 0.2, test: float = 0.2, seed: int = 0, **options: Any
+    ) -> FederatedData:
+        """Take a folder with a file or a folder for each client, whose name is the client's.
+
+        It holds CSV files (``target`` is the column to predict; the other options are ``from_dataframe``'s), .npz or
+        .safetensors files with arrays x and y, or in each client's folder a folder of images for each class (PNG or
+        JPEG, by Pillow; ``size`` resizes them). A client's folder may hold train, validation and test files in place
+        of the shares.
+        """
+        from comfedl.data.folders import from_folder
+        from comfedl.data.own import Shares
+
+        return from_folder(path, Shares(validation, test, seed), **options)
+
+    @classmethod
+    def from_huggingface(
+        cls,
+        data: Any,
+        y: str = "label",
+        x: str | Sequence[str] | None = None,
+        client: str | None = None,
+        *,
+        validation: float = 0.2,
+        test: float = 0.2,
+        seed: int = 0,
+        **options: Any,
+    ) -> FederatedData:
+        """Take datasets of Hugging Face's ``datasets``, or a ``FederatedDataset`` of flwr-datasets.
+
+        Args:
+            data: a Dataset with a column ``client``; a dict (client's name: Dataset); a dict of "train", "validation"
+                and "test" Datasets with such a column; or a FederatedDataset, whose partitions are the clients.
+            y: the column to predict.
+            x: what to learn from: one column of arrays or images, or several of single values, which are encoded as in
+                ``from_dataframe`` (and take its options); by default all others.
+            validation, test, seed: as in ``from_dataframe``.
+        """
+        from comfedl.data.hugging import from_huggingface
+        from comfedl.data.own import Shares
+
+        return from_huggingface(data, y, x, client, Shares(validation, test, seed), **options)
+
     @property
     def names(self) -> Sequence[str]:
         """The clients' names, sorted."""
@@ -203,6 +237,7 @@ class FederatedData:
         """The same data with floating-point numbers in this dtype, on this device."""
         moved = FederatedData.__new__(FederatedData)
         moved._splits = {name: split.to(dtype, device) for name, split in self._splits.items()}
+        moved.encoding = self.encoding
         return moved
 
     def contents(self) -> Iterator[Any]:

@@ -14,11 +14,11 @@ from comfedl.engines import convolution, dense
 from comfedl.engines.stacked import Stacked, Vmapped
 from comfedl.engines.trial import vmap_is_faster
 from comfedl.errors import ConfigError
-from comfedl.losses import MAPPED, PER_SAMPLE
+from comfedl.losses import MAPPED, PER_SAMPLE, WHOLE
 from comfedl.problem import Learner
 from comfedl.step import Step
 
-KNOWN = {*PER_SAMPLE, *MAPPED}
+KNOWN = {*PER_SAMPLE, *MAPPED, *WHOLE}
 WAYS = ("auto", "stack", "vmap", "serial")
 # Layers that draw no noise and keep nothing to themselves.
 QUIET = {

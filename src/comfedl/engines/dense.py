@@ -20,7 +20,7 @@ from comfedl.engines.by_hand import (
     pull_cross_entropy,
 )
 from comfedl.engines.stacked import Stacked, unpacked
-from comfedl.losses import PER_SAMPLE
+from comfedl.losses import PER_SAMPLE, WHOLE
 from comfedl.problem import Batch, Learner, Params, Pullback
 from comfedl.tree import Tree
 
@@ -44,7 +44,7 @@ class Dense(Stacked):
         self._drops = drops(self.module)
         self._noise: list[torch.Generator] = []
         # With dropout a client's noise depends on how many samples it has, so there is no padding.
-        one_by_one = all(function in PER_SAMPLE for function in (self.loss_function, *self.metrics.values()))
+        one_by_one = {self.loss_function, *self.metrics.values()} <= {*PER_SAMPLE, *WHOLE}
         self.ragged = one_by_one and not self._drops
         self._flattens = type(self.layers[0][1]) is nn.Flatten
         plain = self.layers[1:] if self._flattens else self.layers

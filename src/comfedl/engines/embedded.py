@@ -18,7 +18,7 @@ from comfedl.engines.choice import choose
 from comfedl.engines.convolution import ChannelsLast, laid_out, plain
 from comfedl.engines.crew import Crew
 from comfedl.engines.memory import keep
-from comfedl.engines.replies import LocalReplies, Part, StackedReplies, stacked, unstacked
+from comfedl.engines.replies import LocalReplies, Part, StackedReplies, certain, defined, stacked, unstacked
 from comfedl.engines.stacked import Stacked
 from comfedl.engines.states import States
 from comfedl.errors import ConfigError
@@ -121,8 +121,8 @@ class Embedded(Engine):
             outcomes = self._crew.run(step, outcome_of, chunks)
         for ks, outcome in zip(chunks, outcomes, strict=True):
             who: list[int] = drawn.clients[ks].tolist()
-            failed |= self._failed(round, ks.tolist(), who, outcome)
-            parts.append(Part(who, outcome.reply, finite=True))  # or the run ends here
+            failed |= self._failed(round, ks.tolist(), who, outcome._replace(reply=certain(outcome.reply)))
+            parts += defined(Part(who, outcome.reply, finite=True))  # or the run ends here
             if outcome.state is not None:
                 self._states.put(who, outcome.state)
             if outcome.scratch is not None:

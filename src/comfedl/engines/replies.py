@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from comfedl import tree
+from comfedl.metrics import undefinable
 from comfedl.step import Replies, Scores
 from comfedl.tree import Tree
 
@@ -71,6 +72,32 @@ class Part(NamedTuple):
     clients: Sequence[int]
     reply: dict[str, Tree]
     finite: bool = False
+
+
+def certain(reply: dict[str, Tree]) -> dict[str, Tree]:
+    """A reply without the scores that some data do not define: the numbers that must be finite."""
+    if "scores" not in reply:
+        return reply
+    return {**reply, "scores": {name: score for name, score in reply["scores"].items() if not undefinable(name)}}
+
+
+def defined(part: Part) -> list[Part]:
+    """The same replies without scores that are not defined (not finite); clients with the same ones stay together."""
+    scores = part.reply.get("scores", {})
+    gaps = {name: ~score.isfinite() for name, score in scores.items() if undefinable(name) and score.ndim}
+    if not any(bool(gap.any()) for gap in gaps.values()):
+        return [part]
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for k, row in enumerate(zip(*(gap.tolist() for gap in gaps.values()), strict=True)):
+        groups.setdefault(row, []).append(k)
+    found = []
+    for row, places in groups.items():
+        missing = {name for name, gap in zip(gaps, row, strict=True) if gap}
+        reply = {**part.reply, "scores": {name: score for name, score in scores.items() if name not in missing}}
+        rows = places if len(places) > 1 else places[0]
+        own = tree.map(lambda leaf, rows=rows: leaf[rows], reply)
+        found.append(Part([part.clients[k] for k in places], own, part.finite))
+    return found
 
 
 class StackedReplies(Replies):

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from comfedl import tree
-from comfedl.losses import PER_SAMPLE, LossFunction
-from comfedl.problem import CHUNK, Batch, Learner, Model, Params
+from comfedl.losses import PER_SAMPLE, Function, LossFunction
+from comfedl.problem import CHUNK, Batch, Learner, Model, Params, apart
 from comfedl.tree import Tree
 
 # How many samples of all clients together one forward pass of a model that they share takes.
@@ -79,34 +79,51 @@ class Stacked(Learner):
         output, after = self.output(params, buffers, x, train)
         return _mean(self.loss_function, output, y, inside), after
 
-    def means(self, model: Model, data: Batch, functions: Mapping[str, LossFunction]) -> dict[str, Tensor]:
+    def scores(self, model: Model, data: Batch) -> dict[str, Tensor]:
+        """As ``Learner.scores``, but what a client's data do not define is NaN: all clients have the same names."""
+        assert self.loss_function is not None
+        return self.means(model, data, {"loss": self.loss_function, **self.metrics})
+
+    def means(self, model: Model, data: Batch, functions: Mapping[str, Function]) -> dict[str, Tensor]:
         with torch.no_grad():
             if self.ragged and shared(model):
                 return self._means_of_one(tree.map(lambda leaf: leaf[0], model), data, functions)
+            plain, entire = apart(functions)
             whole = unpacked(data)
             parts = math.ceil(whole[0].shape[1] / CHUNK) if whole[2] is None else 1
             totals: dict[str, Tensor] = {}
+            outputs: list[Tensor] = []
             for x, y in zip(*(part.tensor_split(parts, dim=1) for part in whole[:2]), strict=True):
                 output, _ = self.output(model["params"], model["buffers"], x, train=False)
-                for name, function in functions.items():
+                if entire:
+                    outputs.append(output)
+                for name, function in plain.items():
                     mean = _mean(function, output, y, whole[2]) * (x.shape[1] / whole[0].shape[1])
                     totals[name] = totals[name] + mean if name in totals else mean
-            return totals
+            if not entire:
+                return totals
+            rows = _rows(torch.cat(outputs, dim=1), whole[1], whole[2])
+            return totals | {name: function(*rows) for name, function in entire.items()}
 
-    def _means_of_one(self, model: Model, data: Batch, functions: Mapping[str, LossFunction]) -> dict[str, Tensor]:
+    def _means_of_one(self, model: Model, data: Batch, functions: Mapping[str, Function]) -> dict[str, Tensor]:
         """The means of a model that all clients have: their samples go through it together."""
         mean: Callable[[Tensor], Tensor]
+        plain, entire = apart(functions)
         if isinstance(data, Ragged):
-            flat, mean = (data.x, data.y), data.mean
+            flat, mean, sizes = (data.x, data.y), data.mean, data.sizes
         else:
             flat, shape = (data[0].flatten(0, 1), data[1].flatten(0, 1)), data[0].shape[:2]
-            mean = partial(_row_means, shape)
-        found: dict[str, list[Tensor]] = {name: [] for name in functions}
+            mean, sizes = partial(_row_means, shape), _equal(shape, data[0])
+        found: dict[str, list[Tensor]] = {name: [] for name in plain}
+        outputs: list[Tensor] = []
         for x, y in zip(*(torch.split(part, ROWS) for part in flat), strict=True):
             output, _ = Learner.output(self, model["params"], model["buffers"], x, train=False)
-            for name, function in functions.items():
+            if entire:
+                outputs.append(output)
+            for name, function in plain.items():
                 found[name].append(PER_SAMPLE[function](output, y))
-        return {name: mean(torch.cat(each)) for name, each in found.items()}
+        means = {name: mean(torch.cat(each)) for name, each in found.items()}
+        return means | {name: function(torch.cat(outputs), flat[1], sizes) for name, function in entire.items()}
 
 
 class Vmapped(Stacked):
@@ -141,6 +158,17 @@ def _mean(function: LossFunction, output: Any, y: Tensor, inside: Tensor | None)
         return means
     each = PER_SAMPLE[function](output.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
     return each.mean(dim=1) if inside is None else mean_inside(each, inside)
+
+
+def _rows(output: Tensor, y: Tensor, inside: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and y of all clients in one row, one client after another, and how many each has."""
+    if inside is None:
+        return output.flatten(0, 1), y.flatten(0, 1), _equal(y.shape, y)
+    return output[inside], y[inside], inside.sum(dim=1)
+
+
+def _equal(shape: Sequence[int], like: Tensor) -> Tensor:
+    return torch.full((shape[0],), shape[1], device=like.device)
 
 
 def _row_means(shape: Sequence[int], each: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from comfedl import checks
 from comfedl.data.sources import fetch
 from comfedl.errors import ConfigError, nearest
+from comfedl.progress import LOGS
 from comfedl.reproduce.experiments import PRESETS, read_figure
 from comfedl.reproduce.protocol import carry_out
 from comfedl.reproduce.runner import Runner
@@ -31,6 +32,7 @@ def reproduce(
     seeds: int | None = None,
     out: Path | None = None,
     jobs: int | None = None,
+    log: str = "bar",
 ) -> list[Path]:
     """Run what is missing of these figures ("all" is every one) and write tables and pictures; gives their folders."""
     allowed = (*FIGURES, *OTHERS)
@@ -42,9 +44,10 @@ def reproduce(
         checks.at_least("seeds", seeds, 1)
     jobs = (os.cpu_count() or 1) if jobs is None else jobs
     checks.at_least("jobs", jobs, 1)
+    checks.one_of("--log", log, LOGS)
     out = out or Path("runs") / f"reproduce-{preset}"
     chosen = [name for name in allowed if name in names or "all" in names]
-    written = _figures([name for name in chosen if name in FIGURES], preset, seeds, out, jobs)
+    written = _figures([name for name in chosen if name in FIGURES], preset, seeds, out, jobs, log)
     for name in chosen:
         if name in OTHERS:
             module, _, function = OTHERS[name].partition(":")
@@ -54,7 +57,7 @@ def reproduce(
     return written
 
 
-def _figures(names: Sequence[str], preset: str, seeds: int | None, out: Path, jobs: int) -> list[Path]:
+def _figures(names: Sequence[str], preset: str, seeds: int | None, out: Path, jobs: int, log: str) -> list[Path]:
     if not names:
         return []
     from comfedl.reproduce.report import write  # draws, so it needs the extra `plot`: said before anything runs
@@ -66,7 +69,7 @@ def _figures(names: Sequence[str], preset: str, seeds: int | None, out: Path, jo
             sources[name] = read_figure(name, preset, seeds)
     for data in {figure.data for figure in figures}:
         fetch(data, progress=True)
-    runner = Runner(out / "runs", jobs, _commit())
+    runner = Runner(out / "runs", jobs, _commit(), log)
     outcomes = carry_out(figures, sources, runner)
     return [write(outcome, out / name) for name, outcome in outcomes.items()]
 

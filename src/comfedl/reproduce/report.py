@@ -17,6 +17,9 @@ import torch
 
 from comfedl import __version__
 from comfedl.files import write_atomic
+from comfedl.report.contents import Asked
+from comfedl.report.page import has_plotly, write_page
+from comfedl.report.read import Method, Run
 from comfedl.reproduce.pictures import pictures
 from comfedl.reproduce.protocol import Curve, Outcome, standard_error
 
@@ -33,7 +36,39 @@ def write(outcome: Outcome, folder: Path) -> Path:
     for name, png in pictures(outcome).items():
         write_atomic(folder / name, png)
     write_atomic(folder / "about.json", (json.dumps(about(outcome), indent=2) + "\n").encode())
+    if has_plotly():
+        write_pages(outcome, folder)
     return folder
+
+
+def write_pages(outcome: Outcome, folder: Path) -> None:
+    """One report a group of curves, since a group is what can be compared: judged on test data."""
+    groups = list(dict.fromkeys(curve.arm.group for curve in outcome.curves))
+    for name in groups:
+        curves = [curve for curve in outcome.curves if curve.arm.group == name]
+        methods = [Method(_said(curve), _whole(curve)) for curve in curves if _whole(curve)]
+        lost = [
+            f"{_said(curve)} diverged with {gone} of {len(curve.records)} seeds, which are left out."
+            for curve in curves
+            if (gone := len(curve.records) - len(_whole(curve)))
+        ]
+        if methods:
+            title = f"{outcome.figure.title}: {outcome.figure.groups[name]}."
+            asked = Asked("test", outcome.figure.metric, [title, *lost])
+            write_page(methods, (), folder / f"report{f'-{name}' if len(groups) > 1 else ''}.html", asked)
+
+
+def _said(curve: Curve) -> str:
+    return f"{curve.arm.label}, {curve.arm.point}" if curve.arm.point else curve.arm.label
+
+
+def _whole(curve: Curve) -> list[Run]:
+    """The runs that came to their end."""
+    return [
+        Run(record["settings"], record["rounds"], True, kept=record["clients"])
+        for record in curve.records
+        if record["diverged"] is None
+    ]
 
 
 def metrics(outcome: Outcome) -> list[str]:

@@ -22,13 +22,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from multiprocessing.connection import wait as wait_for
-from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.sharedctypes import Synchronized, SynchronizedString
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from comfedl.callbacks import Callback
 from comfedl.config import Config, parse_config, run_config
@@ -36,9 +36,12 @@ from comfedl.data.federated import FederatedData
 from comfedl.errors import ComfedlError
 from comfedl.files import write_atomic
 from comfedl.metrics import Row
+from comfedl.progress import TwoLines, emit, seen
 from comfedl.step import Diverged
 
 Record = dict[str, Any]
+
+MOST_NEWS = 400  # bytes of the line that says how the runs are going
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,8 @@ class Run:
 class Runner:
     """Runs what is not finished yet and gives the records of all."""
 
-    def __init__(self, folder: Path, jobs: int, commit: str | None = None) -> None:
-        self.folder, self.jobs, self.commit = folder, jobs, commit
+    def __init__(self, folder: Path, jobs: int, commit: str | None = None, log: str = "bar") -> None:
+        self.folder, self.jobs, self.commit, self.log = folder, jobs, commit, log
         self.done = 0
 
     def record(self, run: Run) -> Record | None:
@@ -94,19 +97,21 @@ class Runner:
     def _perform(self, runs: Sequence[Run], label: str) -> None:
         context = multiprocessing.get_context("spawn")
         stop, steps = context.Event(), context.Value("d", 0.0)
+        news = cast(SynchronizedString, context.Array("c", MOST_NEWS))
         jobs = min(self.jobs, len(runs))
         threads = max(1, (os.cpu_count() or 1) // jobs)
-        pool = ProcessPoolExecutor(jobs, context, _start, (threads, stop, steps))
+        pool = ProcessPoolExecutor(jobs, context, _start, (threads, stop, steps, news))
         before = signal.signal(signal.SIGTERM, _interrupt)
         try:
-            with _bar(label, sum(run.work for run in runs)) as show:
+            with _bar(label, sum(run.work for run in runs), self.log) as show:
                 futures = [pool.submit(_perform, run.settings, run.work, self.folder, self.commit) for run in runs]
                 waiting: set[Future[None]] = set(futures)
                 while waiting:
                     ended, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
                     for future in ended:
                         future.result()
-                    show(steps.value, len(futures) - len(waiting), len(futures))
+                    said = news.value.decode(errors="ignore")
+                    show(steps.value, len(futures) - len(waiting), len(futures), said)
         except BrokenProcessPool:
             raise ComfedlError(
                 "A process of a run was ended from outside (out of memory?); start the same command again with fewer "
@@ -123,29 +128,39 @@ def _interrupt(number: int, frame: types.FrameType | None) -> None:
 
 
 @contextmanager
-def _bar(label: str, total: float) -> Iterator[Any]:
-    """A bar over all runs with the time left; nothing where there is no terminal."""
-    console = Console(stderr=True)
+def _bar(label: str, total: float, log: str) -> Iterator[Any]:
+    """A bar over all runs with the time left and how a run stands; nothing where there is no terminal."""
+    console, told = Console(stderr=True), 0
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[runs]}"))
-    with Progress(
+    with TwoLines(
         *columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console,
-        disable=not console.is_terminal, speed_estimate_period=300,
+        disable=log == "json" or not console.is_terminal, speed_estimate_period=300,
     ) as bar:  # fmt: skip
         task = bar.add_task(label, total=total, runs="")
-        yield lambda steps, done, runs: bar.update(task, completed=steps, runs=f"{done} of {runs} runs")
+
+        def show(steps: float, done: int, runs: int, said: str) -> None:
+            nonlocal told
+            bar.said = said
+            bar.update(task, completed=steps, runs=f"{done} of {runs} runs")
+            if log == "json" and done > told:
+                emit("runs", of=label, done=done, runs=runs, share=round(steps / total, 4))
+                told = done
+
+        yield show
 
 
 # What a process of the pool does.
 
 _stop: Event
 _steps: Synchronized[float]
+_news: SynchronizedString
 
 
-def _start(threads: int, stop: Event, steps: Synchronized[float]) -> None:
-    global _stop, _steps
+def _start(threads: int, stop: Event, steps: Synchronized[float], news: SynchronizedString) -> None:
+    global _stop, _steps, _news
     import torch
 
-    _stop, _steps = stop, steps
+    _stop, _steps, _news = stop, steps, news
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
     parent = multiprocessing.parent_process()
@@ -162,7 +177,8 @@ def _die_with(sentinel: int) -> None:
 class _Watch(Callback):
     """Counts rounds for the bar, keeps the rows, and stops the run when the parent says so."""
 
-    def __init__(self, work: float, rounds: int) -> None:
+    def __init__(self, label: str, work: float, rounds: int) -> None:
+        self.label = label
         self.rows: list[Row] = []
         self.each, self.counted, self.rounds = work / rounds, 0, rounds
 
@@ -175,6 +191,8 @@ class _Watch(Callback):
 
     def evaluated(self, row: Row, clients: Sequence[Row]) -> None:
         self.rows.append(row)
+        said = f"{self.label}, round {row['round']}/{self.rounds}; {seen(row, clients) or ''}"
+        _news.value = said.encode()[: MOST_NEWS - 1]
 
 
 @lru_cache(maxsize=1)
@@ -190,7 +208,7 @@ def _perform(settings: Mapping[str, Any], work: float, folder: Path, commit: str
     run, started = Run(settings), time.process_time()
     config, path = run.config, folder / "unfinished" / run.key
     fed = _data(json.dumps({"data": settings["data"], "algorithm": {"name": "fedavg"}}), config.seed)
-    watch = _Watch(work, config.rounds)
+    watch = _Watch(f"{config.algorithm.name}, seed {config.seed}", work, config.rounds)
     record: Record = {"settings": config.resolved(), "commit": commit, "diverged": None}
     try:
         result = run_config(config, out=path, resume=True, callbacks=[watch], fed=fed)

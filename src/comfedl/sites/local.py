@@ -55,7 +55,8 @@ class Trial(Network):
         write_app(folder / "app", "comfedl-trial", files)
         for site, name in zip(self.sites, self.names, strict=True):
             _save(folder / f"{site}.safetensors", fed, name)
-        options = (config.flower or FlowerTable()).model_copy(update={"sites": list(self.names)})
+        known = {"sites": list(self.names), "outputs": config.data.outputs(fed, config.loss)}
+        options = (config.flower or FlowerTable()).model_copy(update=known)
         settings = settings_at_sites(config) | {"flower": options.model_dump()}
         (folder / "trial.toml").write_text(to_toml(settings), encoding="utf-8")
 

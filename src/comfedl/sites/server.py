@@ -82,7 +82,8 @@ def serve(
     roll = Roll(grid, options.sites, options.patience, options.deadline, attendance.before(), config.quorum)
     attendance.known = roll.known
     check_counts(len(roll.names), config.clients_per_round, config.eval_clients)
-    _, initial, frozen = make_learner(config.make_model_for(roll.known.shape), "cross_entropy", algorithm)
+    model = config.make_model_for(roll.known.shape)
+    _, initial, frozen = make_learner(model, config.loss, algorithm)
     settings = settings_at_sites(config)
     text = to_toml(settings)
     which = to_toml({key: value for key, value in settings.items() if key != "flower"})
@@ -102,4 +103,5 @@ def serve(
         resume=resume,
         force=force,
         callbacks=[attendance, *callbacks],
+        module=model,
     )

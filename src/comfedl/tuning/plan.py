@@ -10,6 +10,8 @@ from typing import Any
 from comfedl import checks
 from comfedl.config import Config, parse_config, read_settings, with_changes, with_value
 from comfedl.errors import ConfigError
+from comfedl.losses import REGRESSIONS
+from comfedl.metrics import smaller_is_better
 from comfedl.settings import to_toml
 from comfedl.tuning.paper import paper_grid
 from comfedl.tuning.space import EXAMPLE, Choices, Space, check_space, points, read_space
@@ -37,9 +39,9 @@ class Plan:
 
     @property
     def minimise(self) -> bool:
-        """Whether less is better: losses, and the spread over clients."""
+        """Whether less is better: losses and errors, and the spread over clients."""
         _, name, statistic = self.metric.split(".")
-        return name.endswith("loss") or statistic == "std"
+        return smaller_is_better(name) or statistic == "std"
 
     @property
     def steps(self) -> int:
@@ -74,17 +76,19 @@ def make_plan(
     sampler: str | None = None,
     pruner: str = "none",
     trials: int | None = None,
-    metric: str = "validation.accuracy.worst",
+    metric: str | None = None,
     seeds: int = 1,
     changes: Sequence[str] = (),
 ) -> Plan:
     """Read a config and what to search, and check all that needs no data.
 
-    The space is ``grid`` ("paper" or a file), ``space`` (a file), or else the config's own table [tune].
+    The space is ``grid`` ("paper" or a file), ``space`` (a file), or else the config's own table [tune]. The metric is
+    by default the worst client's validation accuracy, or its RMSE in a regression.
     """
     settings = {**with_changes(read_settings(path), changes)}
     config = parse_config(settings)
     own = settings.pop("tune", None)
+    metric = metric or f"validation.{'rmse' if config.loss in REGRESSIONS else 'accuracy'}.worst"
     _check_metric(metric)
     if sampler is not None:
         checks.one_of("sampler", sampler, SAMPLERS)
@@ -142,5 +146,5 @@ def _check_metric(metric: str) -> None:
     if split not in ("validation", "train") or len(rest) != 2 or rest[1] not in STATISTICS:
         raise ConfigError(
             f"--metric is {metric!r}, but it must be like validation.accuracy.worst: validation or train, a metric of "
-            f"the run's records (such as accuracy, loss, personal_accuracy), and one of {', '.join(STATISTICS)}."
+            f"the run's records (such as accuracy, rmse or personal_loss), and one of {', '.join(STATISTICS)}."
         )

@@ -120,11 +120,11 @@ class Study:
         self._running[trial.number] = trial
         return Task(trial.number, self._plan.at(trial.params), self._plan.seeds, self._plan.metric)
 
-    def report(self, task: Task, step: int, value: float) -> bool:
+    def report(self, task: Task, step: int, value: float, said: str = "") -> bool:
         """Keep a value that a trial has on its way; gives whether it should stop, which its last one never does."""
         trial = self._running[task.number]
         trial.report(value, step)
-        self._watch.moved(task.number, step)
+        self._watch.moved(task.number, step, said)
         return step < self._plan.steps and trial.should_prune()
 
     def tell(self, task: Task, outcome: Outcome) -> None:

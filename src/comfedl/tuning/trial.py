@@ -15,13 +15,14 @@ from comfedl.config import Config, parse_config, run_config
 from comfedl.data.federated import FederatedData
 from comfedl.errors import ComfedlError, ConfigError
 from comfedl.metrics import Row
+from comfedl.progress import seen
 from comfedl.screen import QuorumError
 from comfedl.settings import to_toml
 from comfedl.step import Diverged
 from comfedl.tuning.plan import STATISTICS
 
-# (step, value) -> whether to stop here.
-Report = Callable[[int, float], bool]
+# (step, value, how the clients stand in words) -> whether to stop here.
+Report = Callable[[int, float, str], bool]
 
 COMPLETE, PRUNED, DIVERGED, FAILED, INTERRUPTED = "complete", "pruned", "diverged", "failed", "interrupted"
 
@@ -110,7 +111,7 @@ class _Reporter(Callback):
             )
         self.curve[round] = float(value)
         mean = fmean([*(curve[round] for curve in self._earlier), self.curve[round]])
-        if self._report(self._first + round, mean):
+        if self._report(self._first + round, mean, str(seen(row, clients) or "")):
             raise _Pruned
 
 

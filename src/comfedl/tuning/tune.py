@@ -59,12 +59,13 @@ class Tuned:
         return f'optuna.load_study(study_name="tune", storage="{self.url}"), or: optuna-dashboard {self.url}'
 
 
-def tune(plan: Plan, out: Path, jobs: int = 1) -> Tuned:
+def tune(plan: Plan, out: Path, jobs: int = 1, log: str = "bar") -> Tuned:
     """Run a search, or go on with the one that ``out`` holds, until it has as many trials as the plan says.
 
     ``out`` gets ``study.db`` and ``best.toml``. With several jobs, trials run in as many processes.
     """
     checks.at_least("jobs", jobs, 1)
+    watch = Watch(plan.trials, plan.steps, plan.metric, log)
     file = out / "study.db"
     url = _url(file)
     optuna_needed()
@@ -77,7 +78,6 @@ def tune(plan: Plan, out: Path, jobs: int = 1) -> Tuned:
 
         keep, fresh, study = True, not file.exists(), None
         try:
-            watch = Watch(plan.trials, plan.steps, plan.metric)
             study = Study(plan, out, url, watch)
             interrupted = _run(study, watch, jobs, data)
             trials = study.ended()

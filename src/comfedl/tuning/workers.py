@@ -28,7 +28,7 @@ class Asked(Protocol):
 
     def next(self) -> Task | None: ...
 
-    def report(self, task: Task, step: int, value: float) -> bool: ...
+    def report(self, task: Task, step: int, value: float, said: str) -> bool: ...
 
     def tell(self, task: Task, outcome: Outcome) -> None: ...
 
@@ -135,8 +135,8 @@ def _work(connection: Connection, threads: int) -> None:
     data = Data()
     connection.send(READY)
 
-    def report(step: int, value: float) -> bool:
-        connection.send((step, value))
+    def report(step: int, value: float, said: str) -> bool:
+        connection.send((step, value, said))
         return bool(connection.recv())
 
     while True:
