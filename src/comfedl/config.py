@@ -45,6 +45,7 @@ class FlowerTable(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     sites: int | list[str] | None = None
+    outputs: int | None = None
     deadline: float = 600
     patience: float = 600
 
@@ -52,6 +53,8 @@ class FlowerTable(BaseModel):
         """Refuse what cannot be."""
         checks.positive("flower.deadline", self.deadline)
         checks.positive("flower.patience", self.patience)
+        if self.outputs is not None:
+            checks.at_least("flower.outputs", self.outputs, 1)
         if isinstance(self.sites, int):
             checks.at_least("flower.sites", self.sites, 1)
         elif self.sites is not None and len({*self.sites, ""}) <= len(self.sites):
@@ -119,6 +122,11 @@ class Config(BaseModel):
         """The model, with initial parameters that depend on the seed alone."""
         return self.build_model(tuple(fed.train.x.shape[1:]), self.data.outputs(fed, self.loss))
 
+    def make_model_for(self, shape: Sequence[int]) -> nn.Module:
+        """The same for samples of this shape that are at sites, where no data are here to count classes in."""
+        told = None if self.flower is None else self.flower.outputs
+        return self.build_model(shape, self.data.outputs_unseen(self.loss) if told is None else told)
+
     def build_model(self, shape: Sequence[int], outputs: int) -> nn.Module:
         """The model for samples of this shape, with so many outputs."""
         name, function, options = self.model.name, self._model_function(), self.model.arguments
@@ -140,9 +148,9 @@ class Config(BaseModel):
         """Build what needs no data, so that a mistake is found before anything is fetched."""
         self.make_algorithm()
         self.data.check()
-        checks.one_of("loss", self.loss, LOSSES)
         if self.flower is not None:
             self.flower.check()
+        checks.one_of("loss", self.loss, LOSSES)
         for name, table in self._engine_tables().items():
             checks.one_of(f"{name}.vectorize", table.vectorize, WAYS)
             checks.positive(f"{name}.memory_mb", table.memory_mb)

@@ -147,23 +147,26 @@ class DataTable(NamedTable):
         fed = self.make_data(seed, loss=loss)
         return tuple(fed.train.x.shape[1:]), self.outputs(fed, loss)
 
-    def known_outputs(self, loss: str) -> int | None:
-        """How many outputs a model needs where that is known without the data."""
-        if loss == "bce":
-            return 1
-        return None if self._own or loss in REGRESSIONS else SOURCES[self.name].classes
-
     def outputs(self, fed: FederatedData, loss: str) -> int:
         """How many outputs a model needs: one for each class, or for each number of y."""
-        known = self.known_outputs(loss)
-        if known is not None:
-            return known
         if loss in REGRESSIONS:
             return math.prod(fed.train.y.shape[1:])
+        if loss == "bce":
+            return 1
+        if not self._own:
+            return SOURCES[self.name].classes
         if fed.encoding is not None and fed.encoding.classes:
             return len(fed.encoding.classes)
         splits = [split for name in ("train", "validation", "test") if (split := fed.split(name)) is not None]
         return max(1 + int(split.y.max()) for split in splits)
+
+    def outputs_unseen(self, loss: str) -> int:
+        """The same where there are no data to look at."""
+        if loss != "cross_entropy":
+            return 1
+        if self._own:
+            raise ConfigError("The data are at sites; say with flower.outputs how many classes they have.")
+        return SOURCES[self.name].classes
 
     def resolved(self) -> dict[str, Any]:
         """All values, defaults included."""
@@ -181,25 +184,31 @@ SITES = "sites"
 
 
 class SitesTable(DataTable):
-    """[data] with the name "sites": each site has its own, and here stands only what the model must know of them.
+    """[data] with the name "sites": each site has its own, and here stands only what the model must know of them."""
 
-    ``classes`` is how many classes the labels have or, for a loss of numbers, how many numbers y has.
-    """
-
-    classes: int
+    classes: int | None = None
 
     def check(self) -> None:
-        checks.at_least("data.classes", self.classes, 1)
+        if self.classes is not None:
+            checks.at_least("data.classes", self.classes, 1)
         for key in self.model_fields_set - {"name", "classes"} | self.arguments.keys():
             raise unknown("data", key, ["name", "classes"], "data that are at sites")
+
+    def outputs_unseen(self, loss: str) -> int:
+        if loss == "cross_entropy" and self.classes is None:
+            raise ConfigError("data.classes is missing: the data are at sites, so say how many classes they have.")
+        return 1 if loss != "cross_entropy" or self.classes is None else self.classes
+
+    def outputs(self, fed: FederatedData, loss: str) -> int:
+        return self.outputs_unseen(loss)
 
     def make_data(self, seed: int, progress: bool = False, loss: str = "cross_entropy") -> FederatedData:
         raise ConfigError(
             'data.name is "sites": the data are at sites and not here; start the run with flwr run (docs/flower.md).'
         )
 
-    def known_outputs(self, loss: str) -> int | None:
-        return 1 if loss == "bce" else self.classes
+    def form(self, seed: int, loss: str, encoding: Encoding | None) -> tuple[tuple[int, ...], int]:
+        raise ConfigError("The data of this run are at its sites: its model cannot be built from its config alone.")
 
     def resolved(self) -> dict[str, Any]:
-        return {"name": self.name, "classes": self.classes}
+        return {"name": self.name, **({} if self.classes is None else {"classes": self.classes})}

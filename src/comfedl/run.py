@@ -169,8 +169,7 @@ def fit_on(
     """Train on an engine that has its clients already, wherever their data are; ``fit`` says what the rest is.
 
     ``initial`` and ``frozen`` are the model's parts as ``make_learner`` gives them, and ``contents`` is what a run must
-    have in common with the one that it goes on with, besides ``settings`` and the model. ``encoding`` is how rows
-    became numbers, and ``module`` the model itself, where they are known.
+    have in common with the one that it goes on with, besides ``settings`` and the model.
     """
     started = time.perf_counter() if started is None else started
     if resume and out is None:

@@ -104,6 +104,19 @@ def test_the_embedded_numbers(
     assert_same(serve(grid, settings), embedded(settings, three_clients), within)
 
 
+def test_another_loss(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = {name: torch.randn(20, 4, generator=generator, dtype=torch.float64) for name in "abc"}
+    fed = cf.FederatedData({name: (part, part.sum(dim=1)) for name, part in x.items()})
+    settings = config("ditto", loss="mse", data={"name": "sites"})
+    result = serve(grid_of(fed, tmp_path), settings)
+    expected = cf.fit(double([4], 1), fed, settings.make_algorithm(), rounds=4, seed=3, loss="mse")
+    assert_same(result, cf.fit(result.module, fed, settings.make_algorithm(), rounds=4, seed=3, loss="mse"), 1e-12)
+    assert "train.rmse.worst" in result.rounds[-1] and expected.rounds[-1].keys() == result.rounds[-1].keys()
+    with pytest.raises(cf.ConfigError, match=r"data\.classes is missing"):
+        serve(grid_of(fed, tmp_path), config(data={"name": "sites"}))
+
+
 def test_few_clients_a_round_and_few_evaluations(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     settings = config("ditto", rounds=5, clients_per_round=2, eval_every=2, eval_clients=2)
     assert_same(serve(grid_of(three_clients, tmp_path), settings), embedded(settings, three_clients), 1e-12)

@@ -21,7 +21,7 @@ from comfedl.engines.flower.site import Store, answer, said
 from comfedl.errors import ComfedlError, ConfigError, DataError
 from comfedl.files import write_atomic
 from comfedl.inputs import check_fit, make_learner
-from comfedl.sites.server import outputs_at_sites, serve
+from comfedl.sites.server import serve
 
 logger = logging.getLogger("comfedl")
 
@@ -95,7 +95,7 @@ def site_engine(text: str, fed: FederatedData) -> Embedded:
     """The embedded engine of a site's one client, under a config as TOML."""
     config = parse_config(tomllib.loads(text))
     algorithm = config.make_algorithm()
-    model = config.build_model(tuple(fed.train.x.shape[1:]), outputs_at_sites(config))
+    model = config.make_model_for(tuple(fed.train.x.shape[1:]))
     learner, initial, _ = make_learner(model, config.loss, algorithm)
     first = next(iter(initial["params"].values()))
     local = fed.to(first.dtype, first.device)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from comfedl.config import Config, FlowerTable
 from comfedl.data.federated import FederatedData
-from comfedl.datatable import SITES
 from comfedl.errors import ComfedlError, ConfigError
 from comfedl.folder import check_free
 from comfedl.settings import to_toml
@@ -56,10 +55,9 @@ class Trial(Network):
         write_app(folder / "app", "comfedl-trial", files)
         for site, name in zip(self.sites, self.names, strict=True):
             _save(folder / f"{site}.safetensors", fed, name)
-        options = (config.flower or FlowerTable()).model_copy(update={"sites": list(self.names)})
+        known = {"sites": list(self.names), "outputs": config.data.outputs(fed, config.loss)}
+        options = (config.flower or FlowerTable()).model_copy(update=known)
         settings = settings_at_sites(config) | {"flower": options.model_dump()}
-        if config.data.known_outputs(config.loss) is None:  # the reader's own data, which are whole only here
-            settings["data"] = {"name": SITES, "classes": config.data.outputs(fed, config.loss)}
         (folder / "trial.toml").write_text(to_toml(settings), encoding="utf-8")
 
     def submit(self, resume: bool = False, force: bool = False) -> subprocess.Popen[bytes]:

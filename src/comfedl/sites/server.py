@@ -16,7 +16,7 @@ from comfedl.config import ENGINE_TABLES, LOOP, Config, FlowerTable
 from comfedl.engines import AT_SITES
 from comfedl.engines.flower.engine import Sites
 from comfedl.engines.flower.roll import Known, Roll
-from comfedl.errors import ConfigError, RunFolderError
+from comfedl.errors import RunFolderError
 from comfedl.files import write_atomic
 from comfedl.inputs import check_counts, make_learner
 from comfedl.result import Result
@@ -29,17 +29,6 @@ RECORD, SITES = "sites.jsonl", "sites.json"
 def settings_at_sites(config: Config) -> dict[str, Any]:
     """A config's settings for sites: how this process would run clients has no place there."""
     return {key: value for key, value in config.resolved().items() if key not in ENGINE_TABLES} | {"engine": AT_SITES}
-
-
-def outputs_at_sites(config: Config) -> int:
-    """How many outputs the model has; a site's own data do not tell, for a class may be at another site alone."""
-    known = config.data.known_outputs(config.loss)
-    if known is None:
-        raise ConfigError(
-            f"data.name is {config.data.name!r}, which does not say how many outputs the model needs; write data = "
-            '{ name = "sites", classes = ... } in the config of a run over sites.'
-        )
-    return known
 
 
 class Attendance(Callback):
@@ -93,7 +82,7 @@ def serve(
     roll = Roll(grid, options.sites, options.patience, options.deadline, attendance.before(), config.quorum)
     attendance.known = roll.known
     check_counts(len(roll.names), config.clients_per_round, config.eval_clients)
-    model = config.build_model(roll.known.shape, outputs_at_sites(config))
+    model = config.make_model_for(roll.known.shape)
     _, initial, frozen = make_learner(model, config.loss, algorithm)
     settings = settings_at_sites(config)
     text = to_toml(settings)
