@@ -116,9 +116,9 @@ def said() -> Iterator[io.StringIO]:
 def difference(shown: Shown) -> str:
     """Where the two differ in words, in whole numbers, or in others by more than rounding may do; or nothing.
 
-    Times are left out. One sample of a hundred more or fewer is within the tolerance.
+    Times are left out, and marks of what is noise. One sample of a hundred more or fewer is within the tolerance.
     """
-    written, printed = (TOKEN.findall(re.sub(r"[\d.]+ s\b", "", text)) for text in (shown.written, shown.printed))
+    written, printed = (TOKEN.findall(re.sub(r"[\d.]+ s\b|[*~]", "", text)) for text in (shown.written, shown.printed))
     for mine, theirs in zip(written, printed, strict=False):
         if mine != theirs and not ("." in mine and "." in theirs and near(float(mine), float(theirs))):
             return f"the page says {mine!r} where {theirs!r} was printed:\n{shown.printed}"
