@@ -268,7 +268,7 @@ def test_a_trial_never_sees_test_data(tmp_path: Path, monkeypatch: pytest.Monkey
         return result
 
     monkeypatch.setattr(trial_module, "run_config", watched)
-    outcome = run_task(Task(0, SETTINGS, 1, "validation.accuracy.worst"), Data(), lambda step, value: False)
+    outcome = run_task(Task(0, SETTINGS, 1, "validation.accuracy.worst"), Data(), lambda step, value, heaviest: False)
     assert outcome.state == COMPLETE
     assert "validation.loss.mean" in seen and not [name for name in seen if "test" in name]
 
