@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import warnings
@@ -19,6 +20,8 @@ from comfedl.trackers import MLflow, TensorBoard, make_tracker
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "ResourceWarning")
 ]
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # a test asks nobody for anything
 
 SETTINGS = {"rounds": 4, "seed": 0, "algorithm": {"name": "comfedl", "outer": {"name": "kl", "gamma": 0.2}}}
 
@@ -121,7 +124,6 @@ def store(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     shutil.copy(empty, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     return MlflowClient()
 
 
