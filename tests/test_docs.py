@@ -91,7 +91,7 @@ def test_what_is_not_run_is_listed() -> None:
     [
         ("worst 0.50", "worst 0.56"),
         ("8 clients", "9 clients"),
-                ("the city", "the isle"),
+        ("the city", "the isle"),
         ("one line", "one line more"),
         ("", "something"),
     ],
