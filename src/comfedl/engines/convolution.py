@@ -28,7 +28,6 @@ class ChannelsLast(Learner):
         pooled_first(self.module)
         self._chain = Chain.of(self.module) if self.loss_function is functional.cross_entropy else None
         twice.made_curved(self.module)
-        _keep_memory()
 
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
         return super().output(params, buffers, laid_out(x), train)
@@ -42,15 +41,6 @@ class ChannelsLast(Learner):
         if self._chain is None or not self._chain.takes(params, batch):
             return super().pull_curved(params, buffers, batch)
         return self._chain.curve(params, buffers, laid_out(paired(batch)))
-
-
-def _keep_memory() -> None:
-    """Make the C library keep what a pass over images frees, for the next pass.
-
-    It hands large blocks back to the system, which then clears each page anew: up to half the time of a pass. How large
-    is large, it learns from what was freed; this is the most that it will learn.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def convolves(module: nn.Module) -> bool:
