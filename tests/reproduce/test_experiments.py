@@ -35,6 +35,8 @@ def test_the_shipped_figures_are_whole(name: str) -> None:
 def test_the_quick_preset_can_do_without_a_download(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiments, "is_cached", lambda data: False)
     figure = read_figure(name, "quick")
+    # A picture does not say that it shows data which it does not.
+    assert figure.title.startswith("digits in place of") == (figure.data != paper(name).data)
     for arm in figure.arms:
         source = arm if arm.like is None else read_figure(arm.like.split("/")[0], "quick").arm(arm.like)
         config = parse_config(merged(merged(source.settings, source.candidates[0]), arm.changes))

@@ -104,8 +104,9 @@ def read_figure(name: str, preset: str, seeds: int | None = None, where: Path | 
     whole = tomllib.loads(path.read_text(encoding="utf-8"))
     own = whole[preset]
     base, data = merged(whole.get("base", {}), own.get("set", {})), str(whole["data"])
-    substitute = own.get("without_data")
+    title, substitute = str(whole["title"]), own.get("without_data")
     if substitute is not None and not is_cached(data):
+        title = f"digits in place of {data}, which is not in the cache; the paper: {title}"
         base, data = merged(base, substitute), "digits"
     arms = tuple(_arms(name, whole, base, own))
     sizes = {len(arm.candidates) for arm in arms if arm.tuned}
@@ -113,7 +114,7 @@ def read_figure(name: str, preset: str, seeds: int | None = None, where: Path | 
         raise ConfigError(f"{path} gives its methods {sorted(sizes)} candidates; a fair comparison gives all the same.")
     figure = Figure(
         name,
-        whole["title"],
+        title,
         preset,
         arms,
         {key: group["title"] for key, group in whole["groups"].items() if key not in own.get("skip", ())},
