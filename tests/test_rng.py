@@ -134,6 +134,16 @@ def test_the_draws_are_fixed_for_ever(key: int, n: int, count: int, size: int) -
     assert subsets(key, n, count, size).tolist() == floyd(key, n, count, size)
 
 
+@pytest.mark.parametrize(("n", "count"), [(12, rng.FEW // 3), (12, rng.FEW), (rng.TABLE // 9, 3), (rng.TABLE, 3)])
+@pytest.mark.parametrize("size", [2, 11])
+def test_many_draws_at_once_are_the_same(n: int, count: int, size: int) -> None:
+    """Below and above the bounds between two ways to the same numbers, each way used twice."""
+    names = [rng.key(0, "many", client=str(i)) for i in range(3)]
+    draw = rng.Subsets([n] * 3, count, size)
+    for wanted in (names, names[::-1]):
+        assert draw(wanted).tolist() == [floyd(name, n, count, size) for name in wanted]
+
+
 def test_the_keys_are_fixed_for_ever() -> None:
     digest = hashlib.blake2b(b"7\x1ftrain/inner\x1f3\x1fa", digest_size=8).digest()
     assert rng.key(7, "train/inner", 3, "a") == int.from_bytes(digest, "little")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast, overload
+from typing import NamedTuple, cast, overload
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class Gathered(Sequence[Batch]):
     def __init__(self, split: Split, places: Sizes) -> None:
         self._split, self._shape = split, places.shape[1:]
         rows = split.rows_of(places)
-        self._rows = rows.view(len(places), int(np.prod(self._shape))).unbind()
+        self._rows = rows.view(places.shape).unbind()
         # Labels are small: those of all steps are gathered at once.
         self._labels = split.y.index_select(0, rows).view(places.shape).unbind() if split.y.ndim == 1 else None
         self._latest: tuple[int, Batch] | None = None
@@ -62,112 +62,124 @@ class Gathered(Sequence[Batch]):
         return self._latest[1]
 
     def _gathered(self, k: int) -> Batch:
-        x, rows, shape = self._split.x, self._rows[k], self._shape
+        rows = self._rows[k]
         if self._labels is None:
-            return self._split.gathered(rows, shape)
-        return x.index_select(0, rows).view(*shape, *x.shape[1:]), self._labels[k]
+            return self._split.gathered(rows.view(-1), self._shape)
+        x = self._split.x
+        if x.ndim == 2:  # in one call, and not two
+            return torch.embedding(x, rows), self._labels[k]
+        return x.index_select(0, rows.view(-1)).view(*self._shape, *x.shape[1:]), self._labels[k]
+
+
+class Drawers(NamedTuple):
+    """Those who draw batches from a split: where each asked client is among them, who they are, how and from where."""
+
+    place: Sizes
+    who: list[int]
+    draw: rng.Subsets
+    offsets: Sizes
+
+
+class Given:
+    """Who is asked for a step, and what each of them gives for its draws; the same in all rounds that ask the same."""
+
+    def __init__(self, data: FederatedData, draws: Mapping[str, Draw], clients: list[int]) -> None:
+        self.asked, self.draws, self.names = clients, draws, data.names
+        self.clients = np.asarray(clients, dtype=np.int64)
+        self.splits = {name: data.split(draw.split, draw.instead) for name, draw in draws.items()}
+        self.extents = {name: extents(self.splits[name], draw, self.clients) for name, draw in draws.items()}
+        # How many samples each client gives whole, over all draws.
+        self.whole: Sizes = sum(
+            (np.maximum(extent, 0) for extent in self.extents.values()), np.zeros_like(self.clients)
+        )
+        self.even = all((column == column[:1]).all() for column in self.extents.values())
+        self.drawers: dict[str, Drawers] = {}
+        self.nbytes = 0  # about how many bytes the batches of the client that has most hold
+        for name, draw in draws.items():
+            extent, split = self.extents[name], self.splits[name]
+            most = int(extent.max(initial=NOTHING))
+            if split is None or most == NOTHING:
+                continue
+            row = sum(part[:1].numel() * part.element_size() for part in (split.x, split.y))
+            self.nbytes += row * (most or draw.count * (draw.size or 0))
+            drawn = extent == DRAWN
+            if drawn.any():
+                assert draw.size is not None
+                who = self.clients[drawn]
+                subsets = rng.Subsets(split.sizes[who], draw.count, draw.size)
+                offsets = split.offsets[who][:, None, None]
+                self.drawers[name] = Drawers(np.cumsum(drawn) - 1, who.tolist(), subsets, offsets)
 
 
 class Drawn:
-    """The batches of one step in one round for some clients; samples are drawn at once, and gathered when asked for."""
+    """The batches of one step in one round; samples are drawn at once, and gathered when asked for."""
 
-    def __init__(
-        self,
-        data: FederatedData,
-        draws: Mapping[str, Draw],
-        step: str,
-        clients: Sequence[int],
-        seed: int,
-        round: int,
-        like: Drawn | None = None,
-    ) -> None:
-        self.clients = np.asarray(clients, dtype=np.int64)
-        self._draws = draws
-        self._splits = {name: data.split(draw.split, draw.instead) for name, draw in draws.items()}
-        if like is not None and np.array_equal(like.clients, self.clients):  # the step's draws before, by the same ones
-            self.extents: dict[str, Sizes] = like.extents
-            self.whole: Sizes = like.whole
-        else:
-            self.extents = {name: extents(self._splits[name], draw, self.clients) for name, draw in draws.items()}
-            # How many samples each client gives whole, over all draws.
-            self.whole = sum((np.maximum(extent, 0) for extent in self.extents.values()), np.zeros_like(self.clients))
-        self._positions: dict[str, tuple[Sizes, Sizes]] = {}
-        for name, draw in draws.items():
-            drawn, split = self.extents[name] == DRAWN, self._splits[name]
-            if split is None or draw.size is None or not drawn.any():
-                continue
-            who, purpose = self.clients[drawn], draw.purpose or f"{step}/{name}"
-            keys = [rng.key(seed, purpose, round, data.names[i]) for i in who]
-            positions = rng.subsets(keys, split.sizes[who].tolist(), draw.count, draw.size)
-            # Where each client's draws are, and the draws as places in the flat tensors of the split.
-            self._positions[name] = np.cumsum(drawn) - 1, positions + split.offsets[who][:, None, None]
-
-    def nbytes(self) -> int:
-        """About how many bytes the batches of the client that has most hold."""
-        total = 0
-        for name, draw in self._draws.items():
-            split, most = self._splits[name], int(self.extents[name].max(initial=NOTHING))
-            if split is not None and most != NOTHING:
-                row = sum(part[:1].numel() * part.element_size() for part in (split.x, split.y))
-                total += row * (most or draw.count * (draw.size or 0))
-        return total
+    def __init__(self, given: Given, step: str, seed: int, round: int) -> None:
+        self.given, self.clients = given, given.clients
+        # The draws of those who draw, as places in the flat tensors of the split.
+        self._places: dict[str, Sizes] = {}
+        for name, drawers in given.drawers.items():
+            purpose = given.draws[name].purpose or f"{step}/{name}"
+            keys = [rng.key(seed, purpose, round, given.names[i]) for i in drawers.who]
+            self._places[name] = drawers.draw(keys)
+            self._places[name] += drawers.offsets
 
     def of_one(self, k: int) -> dict[str, Sequence[Batch]]:
         """The batches of the k-th client."""
-        return {name: self._one(name, k) for name in self._draws}
+        return {name: self._one(name, k) for name in self.given.draws}
 
     def of_many(self, ks: Sizes) -> dict[str, Sequence[Batch]]:
         """The batches of several clients, stacked; each draw must be of one kind for all of them."""
-        return {name: self._many(name, ks) for name in self._draws}
+        return {name: self._many(name, ks) for name in self.given.draws}
 
     def _one(self, name: str, k: int) -> Sequence[Batch]:
-        split, extent = self._splits[name], self.extents[name][k]
+        given = self.given
+        split, extent = given.splits[name], given.extents[name][k]
         if split is None or extent == NOTHING:
             return ()
         if extent != DRAWN:
-            return [split.whole(int(self.clients[k]))] * self._draws[name].count
-        place, positions = self._positions[name]
-        return Gathered(split, positions[place[k]])
+            return [split.whole(int(self.clients[k]))] * given.draws[name].count
+        return Gathered(split, self._places[name][given.drawers[name].place[k]])
 
     def _many(self, name: str, ks: Sizes) -> Sequence[Batch]:
-        split, sizes = self._splits[name], self.extents[name][ks]
+        given = self.given
+        split, sizes = given.splits[name], given.extents[name][ks]
         if split is None or sizes[0] == NOTHING:
             return ()
         if sizes[0] == DRAWN:
-            place, positions = self._positions[name]
-            return Gathered(split, positions[place[ks]].transpose(1, 0, 2))
+            return Gathered(split, self._places[name][given.drawers[name].place[ks]].transpose(1, 0, 2))
         x, y = split.wholes(self.clients[ks])
         if (sizes == sizes[0]).all():
             whole = x.view(len(ks), -1, *x.shape[1:]), y.view(len(ks), -1, *y.shape[1:])
         else:
             whole = cast(Batch, Ragged(x, y, torch.from_numpy(sizes).to(x.device)))
-        return [whole] * self._draws[name].count
+        return [whole] * given.draws[name].count
 
 
-def alike(drawn: Drawn, keys: Sequence[object], ragged: bool) -> Iterator[Sizes]:
-    """Clients (as places in ``drawn``) whose batches have one shape, or with ``ragged`` differ in whole data alone.
+def alike(given: Given, keys: Sequence[object], ragged: bool) -> Iterator[Sizes]:
+    """Clients (as places in ``given``) whose batches have one shape, or with ``ragged`` differ in whole data alone.
 
     ``keys`` is what else they must have in common. Those with whole data come in the order of their size.
     """
     groups: dict[object, list[int]] = {}
-    if len(set(keys)) == 1 and all((column == column[0]).all() for column in drawn.extents.values()):
-        yield np.arange(len(drawn.clients))
+    if given.even and len(set(keys)) == 1:
+        yield np.arange(len(given.clients))
         return
-    columns = [np.sign(column) if ragged else column for column in drawn.extents.values()]
+    columns = [np.sign(column) if ragged else column for column in given.extents.values()]
     for k, row in enumerate(zip(keys, *(column.tolist() for column in columns), strict=True)):
         groups.setdefault(row, []).append(k)
     for group in groups.values():
         ks = np.asarray(group)
-        yield ks[np.argsort(drawn.whole[ks], kind="stable")]
+        yield ks[np.argsort(given.whole[ks], kind="stable")]
 
 
 def portions(sizes: Sizes, most: int) -> Iterator[slice]:
     """Cut clients of rising sizes into chunks of at most ``most``, in which padding is no more than the data."""
-    start = 0
-    for stop in range(1, len(sizes) + 1):
-        if stop < len(sizes):
+    start, even = 0, len(sizes) > 0 and sizes[0] == sizes[-1]  # then nothing is padded
+    for stop in range(most, len(sizes) + most, most) if even else range(1, len(sizes) + 1):
+        if stop < len(sizes) and not even:
             padded = sizes[stop] * (stop + 1 - start)
             if stop - start < most and padded <= 2 * sizes[start : stop + 1].sum():
                 continue
-        yield slice(start, stop)
+        yield slice(start, min(stop, len(sizes)))
         start = stop

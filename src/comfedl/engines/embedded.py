@@ -13,12 +13,12 @@ from torch import Tensor
 
 from comfedl import checks, rng, tree
 from comfedl.data.federated import FederatedData
-from comfedl.engines.batches import Drawn, Sizes, alike, portions
+from comfedl.engines.batches import Drawn, Given, Sizes, alike, portions
 from comfedl.engines.choice import choose
 from comfedl.engines.convolution import ChannelsLast, laid_out, plain
 from comfedl.engines.crew import Crew
 from comfedl.engines.memory import keep
-from comfedl.engines.replies import LocalReplies, Part, StackedReplies, certain, defined, stacked, unstacked
+from comfedl.engines.replies import LocalReplies, Part, StackedReplies, certain, defined, repeated, stacked, unstacked
 from comfedl.engines.stacked import Stacked
 from comfedl.engines.states import States
 from comfedl.errors import ConfigError
@@ -34,6 +34,8 @@ __all__ = ["Embedded", "LocalReplies"]
 MOST = 50
 # How often a client's parameters and batches are in memory at once: models before and after, gradients, activations.
 COPIES = 6
+# Up to how many clients it is kept what each of them gives for a step: for more it takes memory, and little time.
+KEPT = 10_000
 
 
 class Embedded(Engine):
@@ -72,7 +74,7 @@ class Embedded(Engine):
         self._learners = {0: (self._one, self._many)}  # by the thread that uses them: a module is not for two at a time
         self._initial = state
         self._states = States()
-        self._drawn: dict[str, Drawn] = {}  # the latest of each step
+        self._given: dict[str, Given] = {}  # of each step, for those who were asked last
         self._scratch: dict[int, Tree] = {}
         self._round, self._bytes = 0, 0
 
@@ -102,10 +104,14 @@ class Embedded(Engine):
     def _run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
         named = self._steps[step]
         asked = list(dict.fromkeys(clients))
-        drawn = Drawn(self._data, named.draws, step, asked, self._seed, round, self._drawn.get(step))
-        self._drawn[step] = drawn
+        given = self._given.get(step)
+        if given is None or given.asked != asked:
+            given = Given(self._data, named.draws, asked)
+            if len(asked) <= KEPT:
+                self._given[step] = given
+        drawn = Drawn(given, step, self._seed, round)
         received = laid_out(message) if isinstance(self._one, ChannelsLast) else message
-        chunks = list(self._chunks(named, drawn, message))
+        chunks = list(self._chunks(named, given))
 
         def outcome_of(worker: int, ks: Sizes) -> Outcome:
             one, many = self._learners_of(worker)
@@ -146,15 +152,15 @@ class Embedded(Engine):
         """The seed of a client's dropout and the like."""
         return rng.key(self._seed, f"{purpose}/torch", round, self.names[client]) >> 1
 
-    def _chunks(self, named: Step, drawn: Drawn, message: Tree) -> Iterator[Sizes]:
-        """The clients that run at once, as places in ``drawn``."""
+    def _chunks(self, named: Step, given: Given) -> Iterator[Sizes]:
+        """The clients that run at once, as places in ``given``."""
         if self._many is None or not named.elementwise:
-            yield from np.arange(len(drawn.clients))[:, None]
+            yield from np.arange(len(given.clients))[:, None]
             return
-        stateless = [not self._has_state(i) for i in drawn.clients.tolist()]
-        most = int(self._memory / (COPIES * (self._bytes + drawn.nbytes())))
-        for ks in alike(drawn, stateless, self._many.ragged):
-            for portion in portions(drawn.whole[ks], max(1, min(MOST, most))):
+        stateless = [not self._has_state(i) for i in given.asked]
+        most = int(self._memory / (COPIES * (self._bytes + given.nbytes)))
+        for ks in alike(given, stateless, self._many.ragged):
+            for portion in portions(given.whole[ks], max(1, min(MOST, most))):
                 yield ks[portion]
 
     def _alone(
@@ -198,7 +204,7 @@ class Embedded(Engine):
         count = len(ks)
         received = {
             # A lone number is the same for all, and stays one.
-            name: part if isinstance(part, Tensor) and part.ndim == 0 else stacked([part] * count)
+            name: part if isinstance(part, Tensor) and part.ndim == 0 else repeated(part, count)
             for name, part in message.items()
         }
         who: list[int] = drawn.clients[ks].tolist()
