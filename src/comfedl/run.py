@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -216,7 +215,7 @@ def fit_on(
             buffers=final["buffers"],
             rounds=run.rows,
             clients=few_as_list(run.client_rows),
-            traffic=asdict(run.traffic),
+            traffic=run.traffic.so_far(),
             seconds=time.perf_counter() - started,
             names=clients.names,
             ask_personal=run.personal_models(rounds, final, frozen),
@@ -292,7 +291,7 @@ class _Run:
             record()
             record = None
         self.engine.settle()
-        snapshot = Snapshot(number, state, self.engine.kept(), asdict(self.traffic), dict(self.screen.offences))
+        snapshot = Snapshot(number, state, self.engine.kept(), self.traffic.so_far(), dict(self.screen.offences))
         self._open = partial(self._done, snapshot, record)
         if not self.engine.lags:
             self.close()
@@ -315,7 +314,7 @@ class _Run:
         """Ask the clients for their scores; the function that is returned takes them and records them."""
         message = {"model": self.algorithm.reported(state)}
         answers = self.engine.later("evaluate", self.judged, message, number)
-        return partial(self._record, number, used, answers, asdict(self.traffic))
+        return partial(self._record, number, used, answers, self.traffic.so_far())
 
     def _record(self, number: int, used: Used, answers: Callable[[], Replies], sent: Mapping[str, int]) -> None:
         replies = self.screen.passed(number, self.judged, answers(), self.steps["evaluate"].sends)

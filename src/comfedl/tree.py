@@ -24,16 +24,17 @@ def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
     return fn(*trees)
 
 
-def leaves(tree: Tree) -> Iterator[Tensor]:
-    """Yield the tensors of a tree in a fixed order."""
-    if isinstance(tree, dict):
-        for part in tree.values():
-            yield from leaves(part)
-    elif isinstance(tree, tuple | list):
-        for part in tree:
-            yield from leaves(part)
-    else:
-        yield tree
+def leaves(tree: Tree) -> list[Tensor]:
+    """The tensors of a tree in a fixed order."""
+    if isinstance(tree, Tensor) or not isinstance(tree, dict | tuple | list):
+        return [tree]
+    found: list[Tensor] = []
+    for part in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(part, Tensor):
+            found.append(part)
+        else:
+            found += leaves(part)
+    return found
 
 
 def named_leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -65,7 +66,7 @@ def step(tree: Tree, rate: float, direction: Tree) -> Tree:
     rate = float(rate)
     if abs(rate) > 1e30:  # torch.sub refuses a rate beyond a leaf's type, where the product is just infinite
         return map(lambda leaf, u: leaf - rate * u, tree, direction)
-    moved = iter(torch._foreach_sub(list(leaves(tree)), list(leaves(direction)), alpha=rate))
+    moved = iter(torch._foreach_sub(leaves(tree), leaves(direction), alpha=rate))
     return map(lambda leaf: next(moved), tree)
 
 
@@ -74,5 +75,5 @@ def step_in_place(tree: Tree, rate: float, direction: Tree) -> Tree:
     rate = float(rate)
     if abs(rate) > 1e30:
         return step(tree, rate, direction)
-    torch._foreach_sub_(list(leaves(tree)), list(leaves(direction)), alpha=rate)
+    torch._foreach_sub_(leaves(tree), leaves(direction), alpha=rate)
     return tree

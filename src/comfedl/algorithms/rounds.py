@@ -33,6 +33,9 @@ class Traffic:
     up_bytes: int = 0
     down_bytes: int = 0
 
+    def so_far(self) -> dict[str, int]:
+        return {"up_bytes": self.up_bytes, "down_bytes": self.down_bytes}
+
     def count(self, message: Tree, asked: Sequence[int], replies: Replies) -> None:
         self.down_bytes += tree.nbytes(message) * len(asked)
         self.up_bytes += replies.nbytes()

@@ -5,8 +5,8 @@ Samples are last, [clients, features, samples], so that every product is of rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -32,17 +32,26 @@ BENDS: dict[type[nn.Module], Callable[[Tensor], Tensor] | None] = {
 
 
 class Named(NamedTuple):
-    """A layer, and the names of its weight and bias; the bias's is empty where it has none."""
+    """A layer, and the names of its weight and bias; the bias's is empty where it has none.
+
+    Nothing comes back to what is before the ``lowest`` linear one.
+    """
 
     layer: nn.Module
     weight: str
     bias: str
+    linear: bool
+    lowest: bool
 
 
-def named(name: str, layer: nn.Module) -> Named:
-    """A layer by the prefix of its parameters' names."""
-    dot = f"{name}." if name else ""
-    return Named(layer, f"{dot}weight", "" if getattr(layer, "bias", None) is None else f"{dot}bias")
+def named(layers: Iterable[tuple[str, nn.Module]]) -> list[Named]:
+    """A chain of layers, each by the prefix of its parameters' names."""
+    found: list[Named] = []
+    for name, layer in layers:
+        dot, linear = f"{name}." if name else "", isinstance(layer, nn.Linear)
+        bias = "" if getattr(layer, "bias", None) is None else f"{dot}bias"
+        found.append(Named(layer, f"{dot}weight", bias, linear, linear and not any(below.linear for below in found)))
+    return found
 
 
 def pull_cross_entropy(
@@ -62,7 +71,7 @@ def curve_cross_entropy(
 ) -> tuple[Params, Pullback]:
     """The gradient of each client's mean cross-entropy, and its Hessian-vector product."""
     value, seen = _forward(layers, params, x, y, inside)
-    back = list(_backward(layers, params, seen, torch.ones_like(value)))
+    back = _backward(layers, params, seen, torch.ones_like(value))
     return _found(params, back), partial(_product, params, seen, back)
 
 
@@ -71,14 +80,14 @@ def _pulled_back(layers: Sequence[Named], params: Params, seen: Seen, cotangent:
     return _found(params, _backward(layers, params, seen, cotangent))
 
 
-def _found(params: Params, back: Iterable[Back]) -> Params:
+def _found(params: Params, back: Sequence[Back]) -> Params:
     """What comes back to the parameters."""
     found: Params = {}
-    for layer, d, at in back:
-        if layer.weight in params:
-            found[layer.weight] = torch.bmm(d, at.transpose(1, 2))
-        if layer.bias in params:
-            found[layer.bias] = d.sum(dim=2)
+    for (_, weight, bias, linear, _), d, at in back:
+        if linear and weight in params:
+            found[weight] = torch.bmm(d, at.transpose(1, 2))
+        if linear and bias in params:
+            found[bias] = d.sum(dim=2)
     return {name: found[name] for name in params}
 
 
@@ -86,7 +95,7 @@ def _product(params: Params, seen: Seen, back: Sequence[Back], v: Params) -> Par
     """How the gradient changes along v: first what each layer sees, then what comes back to it."""
     change: Tensor | None = None
     changes: list[Tensor | None] = []  # of each layer's input or, where it is not linear, of its output
-    for (layer, weight, bias), _, at in reversed(back):
+    for (layer, weight, bias, *_), _, at in reversed(back):
         if isinstance(layer, nn.Linear):
             changes.append(change)
             out = torch.bmm(_along(layer, weight, v, len(at)), at)
@@ -102,7 +111,7 @@ def _product(params: Params, seen: Seen, back: Sequence[Back], v: Params) -> Par
     d = chances * change
     d.sub_(chances * d.sum(dim=1, keepdim=True)).mul_(_share(seen, d.new_ones(len(d))))
     found: Params = {}
-    for ((layer, weight, bias), before, at), change in zip(back, reversed(changes), strict=True):
+    for ((layer, weight, bias, *_), before, at), change in zip(back, reversed(changes), strict=True):
         if not isinstance(layer, nn.Linear):
             slope, bend = SLOPES[type(layer)], BENDS[type(layer)]
             assert change is not None
@@ -138,8 +147,8 @@ def _forward(
     layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None
 ) -> tuple[Tensor, Seen]:
     at, kept = x.transpose(1, 2), []
-    for layer, weight, bias in layers:
-        if isinstance(layer, nn.Linear):
+    for layer, weight, bias, linear, _ in layers:
+        if linear:
             kept.append(at)
             own = _weight(layer, weight, params, x.shape[0])
             at = torch.baddbmm(_bias(layer, bias, params), own, at) if bias else torch.bmm(own, at)
@@ -154,25 +163,21 @@ def _forward(
     return value, Seen(chances, labels, inside, kept)
 
 
-def _backward(layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor) -> Iterator[Back]:
+def _backward(layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor) -> list[Back]:
     """What comes back to each layer, from the last one to the first that is linear."""
     d = seen.chances.exp()
-    d.scatter_add_(1, seen.labels, _minus_one(d.dtype, d.device).expand(seen.labels.shape))
+    d.scatter_add_(1, seen.labels, _minus_one(seen.labels.shape, d.dtype, d.device))
     d.mul_(_share(seen, cotangent))
-    lowest = _lowest(tuple(layers))
-    for place in range(len(layers) - 1, lowest - 1, -1):
-        named, at = layers[place], seen.at[place]
-        yield Back(named, d, at)
-        if not isinstance(named.layer, nn.Linear):
-            d = SLOPES[type(named.layer)](d, at)
-        elif place > lowest:
+    back: list[Back] = []
+    for named, at in zip(reversed(layers), reversed(seen.at), strict=True):
+        back.append(Back(named, d, at))
+        if named.lowest:
+            break
+        if named.linear:
             d = torch.bmm(_weight(named.layer, named.weight, params, d.shape[0]).transpose(1, 2), d)
-
-
-@cache
-def _lowest(layers: tuple[Named, ...]) -> int:
-    """The place of the first linear layer: nothing comes back to what is before it."""
-    return next(k for k, (layer, *_) in enumerate(layers) if isinstance(layer, nn.Linear))
+        else:
+            d = SLOPES[type(named.layer)](d, at)
+    return back
 
 
 def _share(seen: Seen, cotangent: Tensor) -> Tensor:
@@ -182,19 +187,19 @@ def _share(seen: Seen, cotangent: Tensor) -> Tensor:
     return torch.where(seen.inside, (cotangent / seen.inside.sum(dim=1)).unsqueeze(1), 0).unsqueeze(1)
 
 
-@cache
-def _minus_one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), -1, dtype=dtype, device=device)
+@lru_cache(64)
+def _minus_one(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), -1, dtype=dtype, device=device).expand(shape)
 
 
-def _bias(layer: nn.Linear, name: str, params: Params) -> Tensor:
+def _bias(layer: nn.Module, name: str, params: Params) -> Tensor:
     """A linear layer's bias, with a place for the samples; one that is frozen is the module's own."""
-    return params[name].unsqueeze(-1) if name in params else layer.bias.detach().unsqueeze(-1)
+    return params[name].unsqueeze(-1) if name in params else layer.get_parameter("bias").detach().unsqueeze(-1)
 
 
-def _weight(layer: nn.Linear, name: str, params: Params, clients: int) -> Tensor:
+def _weight(layer: nn.Module, name: str, params: Params, clients: int) -> Tensor:
     """A linear layer's weight for all clients; one that is frozen is the module's own."""
-    return params[name] if name in params else layer.weight.detach().expand(clients, -1, -1)
+    return params[name] if name in params else layer.get_parameter("weight").detach().expand(clients, -1, -1)
 
 
 def _along(layer: nn.Linear, name: str, v: Params, clients: int) -> Tensor:

@@ -50,7 +50,7 @@ class Dense(Stacked):
         plain = self.layers[1:] if self._flattens else self.layers
         known = all(type(layer) in (nn.Linear, *SLOPES) for _, layer in plain)
         known = known and self.loss_function is functional.cross_entropy
-        self._by_hand = [named(name, layer) for name, layer in plain] if known else None
+        self._by_hand = named(plain) if known else None
 
     def seed(self, noise: Callable[[int], int], clients: Sequence[int]) -> None:
         if self._drops:

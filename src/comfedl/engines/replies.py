@@ -130,7 +130,7 @@ class StackedReplies(Replies):
         total = weights.double()
         if not self._in_order:
             total = torch.zeros(sum(self._lengths), dtype=torch.float64).index_add_(0, self._rows, total)
-        return torch.split(total, self._lengths)
+        return torch.split(total, self._lengths) if len(self._lengths) > 1 else [total]
 
     def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
         def squares(reply: Tree) -> Tensor:
@@ -166,7 +166,7 @@ class StackedReplies(Replies):
         found: dict[int, str] = {}
         for part in self._parts:
             # All rows have one shape: where the first is right and all are finite, so are the others.
-            first = tree.map(lambda leaf: leaf[0], part.reply)
+            first = tree.map(lambda leaf: leaf.select(0, 0), part.reply)
             if fault(first) is None and (part.finite or tree.finite(part.reply)):
                 continue
             rows = zip(part.clients, unstacked(part.reply, len(part.clients)), strict=True)
@@ -193,6 +193,11 @@ def stacked(trees: Sequence[Tree]) -> Tree:
         return torch.stack(leaves)
 
     return tree.map(stack, *trees)
+
+
+def repeated(one: Tree, count: int) -> Tree:
+    """A tree as ``stacked`` gives it for one that many clients have."""
+    return tree.map(lambda leaf: leaf.expand(count, *leaf.shape), one)
 
 
 def unstacked(stack: Tree, count: int) -> list[Tree]:
