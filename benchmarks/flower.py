@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.cores import Clock
-from benchmarks.peers.report import machine
+from benchmarks.peers.report import machine, told, write_found
 from comfedl.config import Config, parse_config, run_config
 from comfedl.sites.local import run_local
 
@@ -64,7 +64,6 @@ def one(settings: Config) -> dict[str, Any]:
 
 
 def write(out: Path, found: dict[str, Any], sites: int, rounds: int) -> None:
-    where = found["machine"]
     lines = [
         f"Seconds a round, ComFedL with KL weights on digits, {sites} sites, medians of {rounds - 1} rounds:",
         "",
@@ -79,13 +78,9 @@ def write(out: Path, found: dict[str, Any], sites: int, rounds: int) -> None:
         "",
         f"The whole run has {rounds} rounds, with the start and the end of all processes. Every message starts a fresh "
         "process at its site, which imports torch and reads the data: that, and Flower's polls, are the cost.",
-        f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}; commit {where['commit']}, {where['date']}; "
-        f"load {where['load_at_start'][0]:.1f} at the start and {where['load_at_end'][0]:.1f} at the end.",
+        told(found["machine"]),
     ]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "flower.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "flower.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    write_found(out, "flower", found, lines)
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ float32 they were 1.5e-4 apart after five rounds of W3, which a bound could not 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ import torch
 
 import comfedl as cf
 from benchmarks.cores import Clock
-from benchmarks.peers.report import machine
+from benchmarks.peers.report import machine, told, write_found
 from benchmarks.workloads import LR, STEPS, WORKS, build, parts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +80,7 @@ def one_work(work: str, repeats: int, rounds: int, first: bool) -> dict[str, Any
 
 
 def write(out: Path, found: dict[str, Any]) -> None:
-    where, ranks = found["machine"], found["ranks"]
+    ranks = found["ranks"]
     lines = [
         "Wall milliseconds a round, FedAvg, one thread a process, medians over turns:",
         "",
@@ -94,16 +93,12 @@ def write(out: Path, found: dict[str, Any]) -> None:
         lines.append(f"| {work} | {one} | {several} | {spread} | {each['apart']:.0e} |")
     lines += [
         "",
-        f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}; commit {where['commit']}, {where['date']}; "
-        f"load {where['load_at_start'][0]:.1f} at the start and {where['load_at_end'][0]:.1f} at the end.",
+        told(found["machine"]),
     ]
     if "W3" in found["works"] and ranks == 2:
         reached = found["works"]["W3"]["ratio"] >= AIM
         lines.append(f"The aim on W3 was {AIM} times: {'reached' if reached else '**not reached**'}.")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "ranks.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "ranks.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    write_found(out, "ranks", found, lines)
 
 
 def main() -> None:

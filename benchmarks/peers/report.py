@@ -176,15 +176,38 @@ def _git(root: Path, *order: str) -> str:
         return "" if order[0] == "status" else "unknown"
 
 
+def told(where: dict[str, Any]) -> str:
+    """The machine, the commit and the load, in one sentence; ``load_at_end`` is to be there as well."""
+    return (
+        f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}; commit {where['commit']}, {where['date']}; "
+        f"load {where['load_at_start'][0]:.1f} at the start and {where['load_at_end'][0]:.1f} at the end."
+    )
+
+
 def write(folder: Path, results: dict[str, Any]) -> None:
-    """peers.json, peers.csv and peers.md, each whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """peers.json, peers.csv and peers.md."""
     records = results["works"]
-    for name, text in (
-        ("peers.json", json.dumps(results, indent=1) + "\n"),
-        ("peers.csv", as_csv(records)),
-        ("peers.md", as_markdown(records, results["machine"])),
-    ):
+    write_files(
+        folder,
+        {
+            "peers.json": json.dumps(results, indent=1) + "\n",
+            "peers.csv": as_csv(records),
+            "peers.md": as_markdown(records, results["machine"]),
+        },
+    )
+
+
+def write_found(folder: Path, name: str, found: dict[str, Any], lines: list[str]) -> None:
+    """``name.json`` with all that was found, and ``name.md`` with these lines, which are printed too."""
+    text = "\n".join(lines) + "\n"
+    write_files(folder, {f"{name}.json": json.dumps(found, indent=1) + "\n", f"{name}.md": text})
+    print(text, end="")
+
+
+def write_files(folder: Path, texts: dict[str, str]) -> None:
+    """Files by name, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
         part = folder / f"{name}.part"
         part.write_text(text)
         part.replace(folder / name)
