@@ -1001,7 +1001,9 @@ def test_the_real_data(name: str, first_labels: list[int], per_class: list[int],
 
 @pytest.mark.download
 @pytest.mark.parametrize(
-    ("name", "way"), [(source.name, way) for source in SOURCES.values() for way in source.ways], ids=str
+    ("name", "way"),
+    [(source.name, way) for source in SOURCES.values() for way in source.ways],
+    ids=lambda each: getattr(each, "label", each),
 )
 def test_each_way_brings_the_same_bytes(name: str, way: Way, cache: Path) -> None:
     """Also MNIST from its two carriers, of which one is a table of text."""
