@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,6 +67,13 @@ class Learner:
     def copy(self) -> Self:
         """The same learner with a module of its own, for another thread."""
         return copy.deepcopy(self)
+
+    def descend(self, model: Model, batches: Sequence[Batch], rate: float) -> tuple[Params, Tensor] | None:
+        """Where gradient steps on the loss end, one a batch, and each one's losses; None where it knows no short cut.
+
+        A model for which it knows one has no buffers.
+        """
+        return None
 
     def same_noise(self, like: Tree) -> AbstractContextManager[None]:
         """What is drawn inside is drawn once more after it, on the devices of these tensors."""

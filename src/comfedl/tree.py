@@ -12,6 +12,9 @@ from torch import Tensor
 # A nested dict, tuple or list with tensors at its leaves.
 Tree = Any
 
+# torch refuses a rate beyond a leaf's type, where the product is just infinite.
+LARGEST = 1e30
+
 
 def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
     """Apply ``fn`` leaf by leaf to trees of the same structure."""
@@ -64,7 +67,7 @@ def finite(tree: Tree) -> bool:
 def step(tree: Tree, rate: float, direction: Tree) -> Tree:
     """One descent step, ``tree - rate * direction``."""
     rate = float(rate)
-    if abs(rate) > 1e30:  # torch.sub refuses a rate beyond a leaf's type, where the product is just infinite
+    if abs(rate) > LARGEST:
         return map(lambda leaf, u: leaf - rate * u, tree, direction)
     moved = iter(torch._foreach_sub(leaves(tree), leaves(direction), alpha=rate))
     return map(lambda leaf: next(moved), tree)
@@ -73,7 +76,7 @@ def step(tree: Tree, rate: float, direction: Tree) -> Tree:
 def step_in_place(tree: Tree, rate: float, direction: Tree) -> Tree:
     """The same step, to the bit, written over the tree, which must be the caller's own."""
     rate = float(rate)
-    if abs(rate) > 1e30:
+    if abs(rate) > LARGEST:
         return step(tree, rate, direction)
     torch._foreach_sub_(leaves(tree), leaves(direction), alpha=rate)
     return tree

@@ -62,22 +62,50 @@ def pull_cross_entropy(
     The layers are linear ones and those of ``SLOPES``; parameters that are not among ``params`` are the module's own.
     ``inside`` says which samples count, None that all do.
     """
-    value, seen = _forward(layers, params, x, y, inside)
-    return value, partial(_pulled_back, layers, params, seen)
+    seen = _forward(layers, params, x, y, inside)
+    return _value(seen), partial(_pulled_back, layers, params, seen)
 
 
 def curve_cross_entropy(
     layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None
 ) -> tuple[Params, Pullback]:
     """The gradient of each client's mean cross-entropy, and its Hessian-vector product."""
-    value, seen = _forward(layers, params, x, y, inside)
-    back = _backward(layers, params, seen, torch.ones_like(value))
+    seen = _forward(layers, params, x, y, inside)
+    back = _backward(layers, params, seen, _share(seen))
     return _found(params, back), partial(_product, params, seen, back)
 
 
 def _pulled_back(layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor) -> Params:
     """The gradient of the mean losses, each times its cotangent."""
-    return _found(params, _backward(layers, params, seen, cotangent))
+    share = _share(seen) * cotangent.view(-1, 1, 1)
+    return _found(params, _backward(layers, params, seen, share))
+
+
+def descend_cross_entropy(
+    layers: Sequence[Named], params: Params, batches: Iterable[tuple[Tensor, Tensor, Tensor | None]], rate: float
+) -> tuple[Params, Tensor]:
+    """Where gradient steps end, one a batch (x, y, inside), and the losses [steps, clients] before each of them.
+
+    A gradient's products are added to the parameters as they are made, so that it is never in memory.
+    """
+    after = dict(params)
+    losses: list[Tensor] = []
+    for x, y, inside in batches:
+        own = len(losses) > 0  # from the second step on the parameters are nobody else's, and are moved where they are
+        seen = _forward(layers, after, x, y, inside)
+        # Where all samples count alike, the rate is scaled in their place, and losses become means at the end.
+        losses.append(seen.likely() if inside is None else _value(seen))
+        share, scaled = (None, rate / y.shape[1]) if inside is None else (_share(seen), rate)
+        for (_, weight, bias, linear, _), d, at in _backward(layers, after, seen, share):
+            if linear and weight in after:
+                moved = after[weight]
+                after[weight] = torch.baddbmm(moved, d, at.mT, alpha=-scaled, out=moved if own else None)
+            if linear and bias in after:
+                moved = after[bias]
+                after[bias] = torch.sub(moved, d.sum(dim=2), alpha=scaled, out=moved if own else None)
+        del x, seen, at  # the next batch takes their place in memory
+    found = torch.stack(losses)
+    return after, found if found.ndim == 2 else found.mean(dim=(2, 3)).neg_()
 
 
 def _found(params: Params, back: Sequence[Back]) -> Params:
@@ -109,7 +137,7 @@ def _product(params: Params, seen: Seen, back: Sequence[Back], v: Params) -> Par
     assert change is not None
     chances = seen.chances.exp()
     d = chances * change
-    d.sub_(chances * d.sum(dim=1, keepdim=True)).mul_(_share(seen, d.new_ones(len(d))))
+    d.sub_(chances * d.sum(dim=1, keepdim=True)).mul_(_share(seen))
     found: Params = {}
     for ((layer, weight, bias, *_), before, at), change in zip(back, reversed(changes), strict=True):
         if not isinstance(layer, nn.Linear):
@@ -134,6 +162,10 @@ class Seen(NamedTuple):
     inside: Tensor | None
     at: list[Tensor]
 
+    def likely(self) -> Tensor:
+        """The logarithm of each label's chance, [clients, 1, samples]."""
+        return self.chances.gather(1, self.labels)
+
 
 class Back(NamedTuple):
     """A layer, the cotangent of its output, and what ``Seen.at`` has for it."""
@@ -143,9 +175,7 @@ class Back(NamedTuple):
     at: Tensor
 
 
-def _forward(
-    layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None
-) -> tuple[Tensor, Seen]:
+def _forward(layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None) -> Seen:
     at, kept = x.transpose(1, 2), []
     for layer, weight, bias, linear, _ in layers:
         if linear:
@@ -155,19 +185,25 @@ def _forward(
         else:
             at = layer(at)
             kept.append(at)
-    chances, labels = torch.log_softmax(at, dim=1), y.unsqueeze(1)
-    if inside is None:
-        value = chances.gather(1, labels).sum(dim=(1, 2)).mul_(-1 / y.shape[1])
-    else:
-        value = mean_inside(chances.gather(1, labels).squeeze(1).neg_(), inside)
-    return value, Seen(chances, labels, inside, kept)
+    return Seen(torch.log_softmax(at, dim=1), y.unsqueeze(1), inside, kept)
 
 
-def _backward(layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor) -> list[Back]:
-    """What comes back to each layer, from the last one to the first that is linear."""
+def _value(seen: Seen) -> Tensor:
+    """Each client's mean cross-entropy."""
+    if seen.inside is None:
+        return seen.likely().sum(dim=(1, 2)).mul_(-1 / seen.labels.shape[2])
+    return mean_inside(seen.likely().squeeze(1).neg_(), seen.inside)
+
+
+def _backward(layers: Sequence[Named], params: Params, seen: Seen, share: Tensor | float | None) -> list[Back]:
+    """What comes back to each layer, from the last one to the first that is linear.
+
+    ``share`` is what each sample counts; None is 1.
+    """
     d = seen.chances.exp()
     d.scatter_add_(1, seen.labels, _minus_one(seen.labels.shape, d.dtype, d.device))
-    d.mul_(_share(seen, cotangent))
+    if share is not None:
+        d.mul_(share)
     back: list[Back] = []
     for named, at in zip(reversed(layers), reversed(seen.at), strict=True):
         back.append(Back(named, d, at))
@@ -180,11 +216,11 @@ def _backward(layers: Sequence[Named], params: Params, seen: Seen, cotangent: Te
     return back
 
 
-def _share(seen: Seen, cotangent: Tensor) -> Tensor:
-    """What each sample counts in its client's mean, times the client's cotangent."""
+def _share(seen: Seen) -> Tensor | float:
+    """What each sample counts in its client's mean."""
     if seen.inside is None:
-        return (cotangent * (1 / seen.labels.shape[2])).view(-1, 1, 1)
-    return torch.where(seen.inside, (cotangent / seen.inside.sum(dim=1)).unsqueeze(1), 0).unsqueeze(1)
+        return 1 / seen.labels.shape[2]
+    return torch.where(seen.inside, (1 / seen.inside.sum(dim=1, dtype=seen.chances.dtype)).unsqueeze(1), 0).unsqueeze(1)
 
 
 @lru_cache(64)

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from comfedl import tree
 from comfedl.engines.by_hand import (
     SLOPES,
     Named,
     curve_cross_entropy,
+    descend_cross_entropy,
     named,
     pull_cross_entropy,
 )
 from comfedl.engines.stacked import Stacked, unpacked
 from comfedl.losses import PER_SAMPLE, WHOLE
-from comfedl.problem import Batch, Learner, Params, Pullback
+from comfedl.problem import Batch, Learner, Model, Params, Pullback
 from comfedl.tree import Tree
 
 # Layers that act on each number alone and have no parameters.
@@ -100,6 +102,15 @@ class Dense(Stacked):
         if layers is None:
             return super().pull_curved(params, buffers, batch)
         return *curve_cross_entropy(layers, params, *data), buffers
+
+    def descend(self, model: Model, batches: Sequence[Batch], rate: float) -> tuple[Params, Tensor] | None:
+        if self._by_hand is None or abs(rate) > tree.LARGEST or not len(batches):
+            return None
+        layers, _ = self._flat(batches[0])
+        if layers is None:
+            return None
+        flat = (self._flat(batches[t])[1] for t in range(len(batches)))
+        return descend_cross_entropy(layers, model["params"], flat, float(rate))
 
     def _flat(self, batch: Batch) -> tuple[Sequence[Named] | None, tuple[Tensor, Tensor, Tensor | None]]:
         """The layers whose gradient is written out, if it is; x [clients, samples, features], y, and which count."""
