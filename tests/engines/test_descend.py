@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import comfedl as cf
 from comfedl.algorithms.base import descend
+from comfedl.data.split import Split
+from comfedl.engines.batches import Gathered, Room
 from comfedl.engines.dense import Dense
 from comfedl.engines.stacked import Ragged
 from comfedl.losses import LOSSES
@@ -106,6 +109,25 @@ def test_no_short_cut() -> None:
     assert dense(known).descend(start(known), batches(5), 1e300) is None
     normed = nn.Sequential(nn.Linear(FEATURES, 4), nn.LayerNorm(4), nn.Linear(4, CLASSES)).double()
     assert dense(normed).descend(start(normed), batches(5), 0.1) is None
+
+
+def test_room_is_kept_and_grows() -> None:
+    room = Room()
+    first = room.of((2, 3), torch.zeros(1))
+    assert room.of((3, 1), torch.zeros(1)).data_ptr() == first.data_ptr()
+    assert room.of((4, 3), torch.zeros(1)).shape == (4, 3)
+    assert room.of((2,), torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_batches_of_all_kinds_are_put_as_they_are_gathered() -> None:
+    x = torch.arange(48.0).view(12, 2, 2)
+    places = np.array([[[0, 5], [11, 7]], [[3, 3], [6, 10]]])
+    for y in (torch.arange(12), torch.arange(24.0).view(12, 2)):
+        for rows in (None, torch.arange(11, -1, -1)):
+            drawn, room = Gathered(Split(x, y, "ab", np.array([0, 6, 12]), rows), places), Room()
+            for k in range(2):
+                for found, wanted in zip(drawn.put(k, room), drawn[k], strict=True):
+                    assert torch.equal(found, wanted) and found.shape == wanted.shape
 
 
 def test_it_is_what_averaging_runs(monkeypatch: pytest.MonkeyPatch) -> None:

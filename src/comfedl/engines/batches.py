@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from comfedl import rng
 from comfedl.data.federated import FederatedData, Split
@@ -28,6 +30,25 @@ def extents(split: Split | None, draw: Draw, clients: Sizes) -> Sizes:
     have = split.sizes[clients]
     whole = (have > 0) if draw.size is None else (have > 0) & (have <= draw.size if draw.bounded else False)
     return np.where(have == 0, NOTHING, np.where(whole, have, DRAWN))
+
+
+class Room:
+    """Memory that one batch after another is put into.
+
+    It stays where it is between rounds: asked for and given back each time, it would leave holes that the next one does
+    not quite fit into.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def of(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A tensor of this shape, of the type and on the device of another one."""
+        size = math.prod(shape)
+        memory = self._memory
+        if memory is None or len(memory) < size or memory.dtype != like.dtype or memory.device != like.device:
+            memory = self._memory = like.new_empty(size)
+        return memory[:size].view(shape)
 
 
 class Gathered(Sequence[Batch]):
@@ -60,6 +81,16 @@ class Gathered(Sequence[Batch]):
             self._latest = None  # its memory serves for the next
             self._latest = k, self._gathered(k)
         return self._latest[1]
+
+    def put(self, k: int, room: Room) -> Batch:
+        """The k-th batch, its x in this room; what was there before is gone."""
+        x, rows = self._split.x, self._rows[k].view(-1)
+        out = room.of((len(rows), *x.shape[1:]), x)
+        torch.index_select(x, 0, rows, out=out)
+        if self._labels is not None:
+            return out.view(*self._shape, *x.shape[1:]), self._labels[k]
+        y = self._split.y.index_select(0, rows)
+        return out.view(*self._shape, *x.shape[1:]), y.view(*self._shape, *y.shape[1:])
 
     def _gathered(self, k: int) -> Batch:
         rows = self._rows[k]

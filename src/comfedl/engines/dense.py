@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from comfedl import tree
+from comfedl.engines.batches import Gathered, Room
 from comfedl.engines.by_hand import (
     SLOPES,
     Named,
@@ -45,6 +46,7 @@ class Dense(Stacked):
         self.layers = [(name, _own(layer)) for name, layer in chain(self.module)]
         self._drops = drops(self.module)
         self._noise: list[torch.Generator] = []
+        self._room = Room()
         # With dropout a client's noise depends on how many samples it has, so there is no padding.
         one_by_one = {self.loss_function, *self.metrics.values()} <= {*PER_SAMPLE, *WHOLE}
         self.ragged = one_by_one and not self._drops
@@ -71,7 +73,7 @@ class Dense(Stacked):
         return self._drawn_again()
 
     def copy(self) -> Self:
-        self._noise = []  # of the step before
+        self._noise, self._room = [], Room()  # of the step before
         return super().copy()
 
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Tensor, Params]:
@@ -104,13 +106,18 @@ class Dense(Stacked):
         return *curve_cross_entropy(layers, params, *data), buffers
 
     def descend(self, model: Model, batches: Sequence[Batch], rate: float) -> tuple[Params, Tensor] | None:
-        if self._by_hand is None or abs(rate) > tree.LARGEST or not len(batches):
+        layers = self._by_hand
+        if layers is None or not len(batches) or abs(rate) > tree.LARGEST:
             return None
-        layers, _ = self._flat(batches[0])
-        if layers is None:
+
+        def flat(t: int) -> tuple[Tensor, Tensor, Tensor | None]:
+            return self._flat(batches.put(t, self._room) if isinstance(batches, Gathered) else batches[t])[1]
+
+        first = [flat(0)]
+        if first[0][0].ndim != 3:
             return None
-        flat = (self._flat(batches[t])[1] for t in range(len(batches)))
-        return descend_cross_entropy(layers, model["params"], flat, float(rate))
+        each = (flat(t) if t else first.pop() for t in range(len(batches)))
+        return descend_cross_entropy(layers, model["params"], each, float(rate))
 
     def _flat(self, batch: Batch) -> tuple[Sequence[Named] | None, tuple[Tensor, Tensor, Tensor | None]]:
         """The layers whose gradient is written out, if it is; x [clients, samples, features], y, and which count."""
