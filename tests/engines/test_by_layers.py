@@ -109,6 +109,9 @@ def agrees(module: nn.Module, data: Batch, model: Model | None = None) -> None:
 # Random chains.
 
 
+ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid)
+
+
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, int, int]]:
     """A chain of image layers, then of flat ones, with the shape of a sample."""
@@ -124,6 +127,11 @@ def chains(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, int, int]]:
             return False
         if out.shape[2] * out.shape[3] == 0:
             return False
+        below = next((one for one in reversed(layers) if not isinstance(one, nn.Identity)), None)
+        if getattr(layer, "inplace", False) and (below is None or isinstance(below, ACTIVATIONS)):
+            layer = (
+                nn.ReLU()
+            )  # autograd, which is the yardstick, cannot have an activation's output or the data changed
         _, channels, height, width = out.shape
         layers.append(layer)
         return True
