@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import comfedl as cf
+from benchmarks.cores import Clock
 from benchmarks.peers.ours import federated, method
 from benchmarks.peers.report import machine, spread, told, write_found
 from benchmarks.workloads import WORKS, build
@@ -27,19 +28,9 @@ ORDERS = ("first", "exact")
 AIM = 1.6
 
 
-class CpuClock(cf.Callback):
-    """The CPU time at the end of each round."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def round_done(self, number: int) -> None:
-        self.times.append(time.process_time())
-
-
 def timed(order: str, rounds: int) -> list[float]:
     """Seconds of each round. The first round warms up, and the last has the evaluation."""
-    work, clock, count = WORKS[f"W4 {order}"], CpuClock(), rounds + 2
+    work, clock, count = WORKS[f"W4 {order}"], Clock(time.process_time), rounds + 2
     options = {"eval_every": count, "callbacks": [clock], "engine_options": {"workers": 1}}
     cf.fit(build(work), federated(work), method(work), count, **options)
     return [after - before for before, after in pairwise(clock.times[:-1])]

@@ -128,10 +128,9 @@ def chains(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, int, int]]:
         if out.shape[2] * out.shape[3] == 0:
             return False
         below = next((one for one in reversed(layers) if not isinstance(one, nn.Identity)), None)
+        # Autograd, the yardstick, cannot have an activation's output or the data changed.
         if getattr(layer, "inplace", False) and (below is None or isinstance(below, ACTIVATIONS)):
-            layer = (
-                nn.ReLU()
-            )  # autograd, which is the yardstick, cannot have an activation's output or the data changed
+            layer = nn.ReLU()
         _, channels, height, width = out.shape
         layers.append(layer)
         return True

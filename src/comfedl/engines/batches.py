@@ -60,7 +60,7 @@ class Gathered(Sequence[Batch]):
     def __init__(self, split: Split, places: Sizes) -> None:
         self._split, self._shape = split, places.shape[1:]
         rows = split.rows_of(places)
-        self._rows = rows.view(places.shape).unbind()
+        self._rows = rows.view(len(places), math.prod(self._shape)).unbind()
         # Labels are small: those of all steps are gathered at once.
         self._labels = split.y.index_select(0, rows).view(places.shape).unbind() if split.y.ndim == 1 else None
         self._latest: tuple[int, Batch] | None = None
@@ -84,22 +84,20 @@ class Gathered(Sequence[Batch]):
 
     def put(self, k: int, room: Room) -> Batch:
         """The k-th batch, its x in this room; what was there before is gone."""
-        x, rows = self._split.x, self._rows[k].view(-1)
+        x, rows = self._split.x, self._rows[k]
         out = room.of((len(rows), *x.shape[1:]), x)
-        torch.index_select(x, 0, rows, out=out)
-        if self._labels is not None:
-            return out.view(*self._shape, *x.shape[1:]), self._labels[k]
-        y = self._split.y.index_select(0, rows)
-        return out.view(*self._shape, *x.shape[1:]), y.view(*self._shape, *y.shape[1:])
+        return self._shaped(k, torch.index_select(x, 0, rows, out=out))
 
     def _gathered(self, k: int) -> Batch:
-        rows = self._rows[k]
-        if self._labels is None:
-            return self._split.gathered(rows.view(-1), self._shape)
-        x = self._split.x
-        if x.ndim == 2:  # in one call, and not two
-            return torch.embedding(x, rows), self._labels[k]
-        return x.index_select(0, rows.view(-1)).view(*self._shape, *x.shape[1:]), self._labels[k]
+        return self._shaped(k, self._split.x.index_select(0, self._rows[k]))
+
+    def _shaped(self, k: int, x: Tensor) -> Batch:
+        """The k-th batch from its x in one row."""
+        shaped = x.view(*self._shape, *x.shape[1:])
+        if self._labels is not None:
+            return shaped, self._labels[k]
+        y = self._split.y.index_select(0, self._rows[k])
+        return shaped, y.view(*self._shape, *y.shape[1:])
 
 
 class Drawers(NamedTuple):
