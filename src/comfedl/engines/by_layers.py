@@ -26,6 +26,7 @@ from comfedl.engines.layers import (
     Norm,
     Pool,
     Weighted,
+    places,
 )
 from comfedl.problem import Batch, Params, Pullback
 
@@ -172,7 +173,7 @@ def _pool(layer: nn.Module | None) -> Pool | None:
 
     def pool(x: Tensor) -> tuple[Tensor, Tensor]:
         out, index = aten.max_pool2d_with_indices(x, *shape, layer.ceil_mode)
-        return out, index
+        return out, places(index, x)
 
     return pool
 
