@@ -445,7 +445,6 @@ def test_a_stopped_run_of_many_clients_goes_on_to_the_bit(
 ) -> None:
     """With what is for many clients alone: the loss table in blocks, personal models in one file, a sample judged."""
     monkeypatch.setattr("comfedl.vector.FEW", 8)
-    monkeypatch.setattr("comfedl.vector.BLOCK", 8)
     monkeypatch.setattr("comfedl.personal.MOST_FILES", 10)
     monkeypatch.setattr("comfedl.records.FEW", 3)
     options = {"clients_per_round": 5, "eval_clients": 7, "eval_every": 3}

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import comfedl as cf
 from comfedl import rng, vector
 from comfedl.algorithms import rounds
-from comfedl.algorithms.comfedl import partial_weights
 from comfedl.algorithms.rounds import Round
 from comfedl.data.names import Numbered
 from comfedl.screen import QUARANTINE, Screen
@@ -70,18 +69,22 @@ def test_without_replacement_by_weights_nobody_comes_twice() -> None:
     assert drawn == [1, 2, 3]
 
 
-@pytest.mark.parametrize("outer", [cf.KL(0.3), cf.CVaR(0.5)])
-def test_weights_of_all_are_left_out_where_nobody_records_them(outer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector, "FEW", 0)
-    monkeypatch.setattr(vector, "BLOCK", 3)
-    plain = torch.tensor([1.0, torch.nan, 0.5, 2.0, torch.nan], dtype=torch.float64)
-    blocks = vector.put(vector.full(5, torch.nan), [0, 2, 3], plain[[0, 2, 3]])
-    told, everybody = partial_weights(outer, plain, [0, 3])
-    for table in (plain, blocks):
-        quiet, nothing = partial_weights(outer, table, [0, 3], recorded=False)
-        assert nothing is None and torch.equal(quiet, told)
-    again = partial_weights(outer, blocks, [0, 3])
-    assert torch.equal(again[0], told) and torch.equal(again[1], everybody)  # type: ignore[arg-type]
+def test_weights_of_all_are_worked_out_where_they_are_recorded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighed: list[int] = []
+    weights = cf.KL.weights
+
+    def watched(self: cf.KL, values: torch.Tensor) -> torch.Tensor:
+        weighed.append(len(values))
+        return weights(self, values)
+
+    monkeypatch.setattr(cf.KL, "weights", watched)
+    monkeypatch.setattr(vector, "FEW", 4)  # so that the losses are kept as a list of changes
+    x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+    fed = cf.FederatedData.from_flat((x, (x[:, 0] > 0).long(), np.arange(7) * 10))
+    method = cf.ComFedL(outer=cf.KL(0.3), lr=0.1)
+    found = cf.fit(torch.nn.Linear(2, 2), fed, method, rounds=4, clients_per_round=2, eval_every=4)
+    seen = sum(row["dual"] > 0 for row in found.clients if row["round"] == 4)
+    assert weighed[:5] == [2, 2, 2, 2, seen] and seen > 2  # what follows is the evaluation
 
 
 METHODS = [cf.FedAvg(), cf.ComFedL(outer=cf.KL(0.3)), cf.Ditto(), cf.QFedAvg(), cf.DRFA(1e-6), cf.DeltaFL()]

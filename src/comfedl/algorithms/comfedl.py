@@ -77,8 +77,12 @@ class ComFedL(Algorithm):
         replies = here.ask("train", here.sample(), {"model": state["model"]})
         chosen = list(replies.clients)
         if isinstance(self.g, Coupled):
-            losses = vector.put(state["losses"], chosen, replies.numbers("loss"))
-            weights, duals = partial_weights(self.g, losses, chosen, here.recorded)
+            # The participants' weights among themselves: for a softmax, those of all scaled to add up to 1; a cap or a
+            # quantile holds among them. Scaling those of all by n / m would be unbiased, but it stops training: losses
+            # that are not seen again stay high while the model gets better, and the participants are left with nothing.
+            seen = replies.numbers("loss")
+            losses = vector.put(state["losses"], chosen, seen)
+            weights, duals = self.g.weights(seen), known_weights(self.g, losses) if here.recorded else None
             state = {**state, "losses": losses}
         else:
             weights, duals = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64), None
@@ -145,20 +149,10 @@ class ComFedL(Algorithm):
         return Outcome(reply, watched=trained.watched)
 
 
-def partial_weights(
-    outer: Coupled, losses: Tree, chosen: list[int], recorded: bool = True
-) -> tuple[Tensor, Tensor | None]:
-    """The weights of the clients that took part among themselves, and of all known clients where they are recorded.
-
-    For a softmax the first are the second scaled to add up to 1, and a cap or a quantile holds among the participants.
-    Scaling the second by ``n / m`` instead would be unbiased, but it stops training: losses that are not seen again
-    stay high while the model gets better, and the participants are left with nothing.
-    """
-    weights = outer.weights(vector.take(losses, chosen))
-    if not recorded:
-        return weights, None
+def known_weights(outer: Coupled, losses: Tree) -> Tensor:
+    """The weights of all clients whose loss is known, and 0 for the others."""
     table = vector.whole(losses)
     known = ~table.isnan()
     everybody = torch.zeros_like(table)
     everybody[known] = outer.weights(table[known])
-    return weights, everybody
+    return everybody
