@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import comfedl as cf
+from comfedl import tree
 from comfedl.algorithms.base import Algorithm
 from comfedl.engines.embedded import Embedded, LocalReplies
+from comfedl.engines.states import States
 from comfedl.problem import Learner
 from comfedl.step import Draw, Outcome, Step
 
@@ -203,6 +206,25 @@ def test_the_embedded_engine_keeps_a_clients_state() -> None:
     engine = Embedded(fed, Learner(), {"count": Step(count)}, 0, {"n": torch.tensor(10.0)})
     found = [engine.run("count", who, {}, 1).numbers("before").tolist() for who in ([0], [0, 1], [1], [0])]
     assert found == [[10], [11, 10], [11], [12]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_state_is_put_away_before_the_next_clients_run(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept until the end of the step, the states of all clients would be in memory twice."""
+    handed: list[weakref.ref[Tensor]] = []
+    most: list[int] = []
+    put = States.put
+
+    def watched(self: States, who: list[int], state: Any) -> None:
+        most.append(sum(ref() is not None for ref in handed))
+        handed.append(weakref.ref(tree.leaves(state)[0]))
+        put(self, who, state)
+
+    monkeypatch.setattr(States, "put", watched)
+    monkeypatch.setattr("comfedl.engines.embedded.MOST", 2)
+    fed = cf.FederatedData.from_flat((torch.randn(40, 3), torch.arange(40) % 2, np.arange(21) * 2))
+    cf.fit(nn.Linear(3, 2), fed, cf.Ditto(batch_size=2), rounds=8, engine_options={"workers": workers})
+    assert len(most) == 8 * 10 and max(most) <= workers
 
 
 def test_replies() -> None:

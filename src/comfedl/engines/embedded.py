@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -74,6 +75,7 @@ class Embedded(Engine):
         self._learners = {0: (self._one, self._many)}  # by the thread that uses them: a module is not for two at a time
         self._initial = state
         self._states = States()
+        self._lock = threading.Lock()  # of the states, which the threads put away
         self._given: dict[str, Given] = {}  # of each step, for those who were asked last
         self._scratch: dict[int, Tree] = {}
         self._round, self._bytes = 0, 0
@@ -118,8 +120,13 @@ class Embedded(Engine):
             noise = partial(self._noise, named.noise or step, round)
             if len(ks) > 1:
                 assert many is not None
-                return self._together(many, named, drawn, ks, message, noise)
-            return self._alone(one, named, drawn, int(ks[0]), received, noise)
+                outcome = self._together(many, named, drawn, ks, message, noise)
+            else:
+                outcome = self._alone(one, named, drawn, int(ks[0]), received, noise)
+            if outcome.state is not None:  # put away at once, lest all clients' are here twice
+                with self._lock:
+                    self._states.put(drawn.clients[ks].tolist(), outcome.state)
+            return outcome._replace(state=None)
 
         parts: list[Part] = []
         failed: dict[int, Diverged] = {}  # by the client's place among those that were asked
@@ -129,8 +136,6 @@ class Embedded(Engine):
             who: list[int] = drawn.clients[ks].tolist()
             failed |= self._failed(round, ks.tolist(), who, outcome._replace(reply=certain(outcome.reply)))
             parts += defined(Part(who, outcome.reply, finite=True))  # or the run ends here
-            if outcome.state is not None:
-                self._states.put(who, outcome.state)
             if outcome.scratch is not None:
                 _keep(self._scratch, who, outcome.scratch)
         if failed:
