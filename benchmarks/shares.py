@@ -28,9 +28,9 @@ KINDS = {
 
 
 def flops(work: Work) -> float:
-    """The operations of a round's products: backward takes twice what forward takes, but for the first layer.
+    """The operations of a round's products: a layer takes three for a gradient, and six for a Hessian's product.
 
-    A Hessian-vector product takes twice a gradient's.
+    For the first layer it is two for either: nothing goes further back, and nothing moves before it.
     """
     shapes: dict[nn.Module, int] = {}
     net = build(work)
@@ -39,9 +39,9 @@ def flops(work: Work) -> float:
             layer.register_forward_hook(lambda layer, _, out: shapes.__setitem__(layer, math.prod(out.shape[1:])))
     net(torch.zeros(2, *work.shape))
     per = [2.0 * size * math.prod(layer.weight.shape[1:]) for layer, size in shapes.items()]
-    gradient = 3 * sum(per) - per[0]
-    gradients = {None: 1, "first": 2, "exact": 4}[work.maml]
-    return work.clients * STEPS * work.batch * gradient * gradients
+    gradient, product = 3 * sum(per) - per[0], 6 * sum(per) - 4 * per[0]
+    step = {None: gradient, "first": 2 * gradient, "exact": 2 * gradient + product}[work.maml]
+    return work.clients * STEPS * work.batch * step
 
 
 def speed() -> float:
