@@ -439,12 +439,13 @@ def many(clients: int = 30) -> cf.FederatedData:
     return cf.FederatedData.from_flat((x, y, range(0, 4 * clients + 1, 4)))
 
 
-@pytest.mark.parametrize("method", [METHODS[1], METHODS[2]], ids=lambda method: method.name)
+@pytest.mark.parametrize("method", METHODS[1:4], ids=lambda method: method.name)
 def test_a_stopped_run_of_many_clients_goes_on_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
-    """With what is for many clients alone: the loss table in blocks, personal models in one file, a sample judged."""
+    """With what is for many clients alone: losses as changes, duals of the seen, personal models in one file."""
     monkeypatch.setattr("comfedl.vector.FEW", 8)
+    monkeypatch.setattr("comfedl.duals.FEW", 8)
     monkeypatch.setattr("comfedl.personal.MOST_FILES", 10)
     monkeypatch.setattr("comfedl.records.FEW", 3)
     options = {"clients_per_round": 5, "eval_clients": 7, "eval_every": 3}

@@ -95,8 +95,8 @@ def capped_weights(values: Tensor, gamma: float, cap: float) -> Tensor:
     return weights
 
 
-def project(values: Tensor) -> Tensor:
-    """The Euclidean projection on the probability simplex.
+def project(values: Tensor, counts: Tensor | None = None) -> Tensor:
+    """The Euclidean projection on the probability simplex, where each value may stand for several that are equal.
 
     With the values sorted down, u_1 >= ... >= u_n, the support is the largest k with ``u_k`` above the threshold
     ``(sum_{j<=k} u_j - 1) / k``, which is subtracted from all.
@@ -105,8 +105,9 @@ def project(values: Tensor) -> Tensor:
     [0.0, 1.0]
     """
     shifted = values - values.max()  # the projection does not change, and large values keep their digits
-    if len(values) > MANY:
-        return shifted.sub_(_threshold(shifted)).clamp_(min=0)
+    if counts is not None or len(values) > MANY:
+        counts = torch.ones_like(values) if counts is None else counts
+        return shifted.sub_(_threshold(shifted, counts)).clamp_(min=0)
     ordered = shifted.sort(descending=True).values
     counts = torch.arange(1, len(values) + 1, device=values.device, dtype=values.dtype)
     thresholds = (ordered.cumsum(dim=0) - 1) / counts
@@ -114,14 +115,14 @@ def project(values: Tensor) -> Tensor:
     return (shifted - thresholds[k - 1]).clamp(min=0)
 
 
-def _threshold(shifted: Tensor) -> Tensor:
+def _threshold(shifted: Tensor, counts: Tensor) -> Tensor:
     """The same threshold without sorting, by Michelot's algorithm: those that are not above it are left out in turn."""
     above = shifted > -1  # others have no weight: the largest value is 0, and the weights add up to 1
-    inside = shifted
     while True:
-        inside = inside if bool(above.all()) else inside[above]
-        threshold = (inside.sum() - 1) / len(inside)
-        above = inside > threshold
+        if not bool(above.all()):
+            shifted, counts = shifted[above], counts[above]
+        threshold = ((shifted * counts).sum() - 1) / counts.sum()
+        above = shifted > threshold
         if bool(above.all()):
             return threshold
 

@@ -11,11 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from comfedl import checks
+from comfedl import checks, duals
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.rounds import Round, Used
 from comfedl.problem import Learner, LocalLoss, Model
-from comfedl.simplex import project
 from comfedl.step import MODEL, NUMBER, Batches, Draw, Outcome, Step
 from comfedl.tree import Tree
 
@@ -49,12 +48,12 @@ class DRFA(Algorithm):
         checks.between("floor", self.floor, 0, 1)
 
     def init(self, model: Model, clients: int) -> State:
-        return {"model": model, "duals": torch.full((clients,), 1 / clients, dtype=torch.float64)}
+        return {"model": model, "duals": duals.uniform(clients)}
 
     def round(self, state: State, here: Round) -> tuple[State, Used]:
-        model, duals, n = state["model"], state["duals"], here.clients
+        model, lambdas, n = state["model"], state["duals"], here.clients
         # With replacement, so that the plain mean is unbiased for the sum with weights lambda.
-        drawn = here.sample_by(duals.numpy(), replace=True)
+        drawn = here.sample_by_duals(lambdas)
         snapshot = torch.tensor(int(here.rng("snapshot").integers(1, self.local_steps + 1)), dtype=torch.int32)
         replies = here.ask("train", drawn, {"model": model, "snapshot": snapshot})
         mean = torch.full((len(replies.clients),), 1 / len(replies.clients), dtype=torch.float64)
@@ -63,14 +62,9 @@ class DRFA(Algorithm):
         second = here.ask("loss", here.sample("losses"), {"model": at_snapshot})
         losses, seen = second.numbers("loss"), second.clients
         slope = (n / len(seen)) * (losses - losses.mean() if self.baseline else losses)  # of the others it is 0
-        ascended = duals.clone()
-        ascended[seen] += self.local_steps * self.dual_lr * slope
-        moved = self._floored(project(ascended))
-        return {"model": self.blend(model, replies, mean), "duals": moved}, Used(replies.clients, mean, duals)
-
-    def _floored(self, duals: Tensor) -> Tensor:
-        raised = duals.clamp(min=self.floor)
-        return raised / raised.sum()
+        moved = duals.ascended(lambdas, seen, self.local_steps * self.dual_lr * slope)
+        new = {"model": self.blend(model, replies, mean), "duals": duals.floored(moved, self.floor)}
+        return new, Used(replies.clients, mean, duals.whole(lambdas) if here.recorded else None)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return values.max()

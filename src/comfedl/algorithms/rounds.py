@@ -10,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from comfedl import rng, tree
+from comfedl import duals, rng, tree
 from comfedl.screen import Screen
 from comfedl.step import Engine, Replies, Step
 from comfedl.tree import Tree
-
-MANY = 16_384  # from more clients than this numpy's own draw by weights takes too long
 
 
 class Used(NamedTuple):
@@ -88,13 +86,15 @@ class Round:
         if not shares.any():  # all the weight is on clients in quarantine
             shares[:] = 1.0
             shares[self._barred()] = 0.0
-        if replace and len(shares) > MANY:
-            upto = shares.cumsum()
-            drawn = upto.searchsorted(self.rng("clients").random(self.participants) * upto[-1], side="right")
-            return sorted(np.minimum(drawn, np.flatnonzero(shares)[-1]).tolist())
         size = self.participants if replace else min(self.participants, int(np.count_nonzero(shares)))
         shares /= shares.sum()
         return sorted(self.rng("clients").choice(self.clients, size=size, replace=replace, p=shares).tolist())
+
+    def sample_by_duals(self, weights: Tree) -> list[int]:
+        """Choose the round's clients with the chances of learnt weights (``comfedl.duals``); one may come twice."""
+        if isinstance(weights, Tensor):
+            return self.sample_by(weights.numpy(), replace=True)
+        return duals.drawn(weights, self.rng("clients").random(self.participants), self._barred())
 
     def _barred(self) -> list[int]:
         """The clients in quarantine, in order."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from comfedl import checks
+from comfedl import checks, duals
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
 from comfedl.algorithms.rounds import Round, Used
 from comfedl.problem import Adapt, Adapted, Learner, Model, Objective
-from comfedl.simplex import project
 from comfedl.step import NUMBER, Batches, Draw, Outcome
 from comfedl.tree import Tree
 
@@ -53,18 +51,17 @@ class TRMAML(Algorithm):
         return Adapt(self.adapt_lr, self.adapt_steps, self.order, self.delta, self.hessian_batch)
 
     def init(self, model: Model, clients: int) -> State:
-        return {"model": model, "duals": torch.full((clients,), 1 / clients, dtype=torch.float64)}
+        return {"model": model, "duals": duals.uniform(clients)}
 
     def round(self, state: State, here: Round) -> tuple[State, Used]:
-        duals = state["duals"]
+        p = state["duals"]
         replies = here.ask("train", here.sample(), {"model": state["model"]})
         chosen = replies.clients
         scale = here.clients / len(chosen)
-        weights = scale * duals[chosen]
-        ascent = torch.zeros_like(duals)
-        ascent[chosen] = scale * replies.numbers("loss")
-        moved = project(duals + self.dual_lr * ascent)
-        return {"model": self.blend(state["model"], replies, weights), "duals": moved}, Used(chosen, weights, duals)
+        weights = scale * duals.take(p, chosen)
+        moved = duals.ascended(p, chosen, self.dual_lr * (scale * replies.numbers("loss")))
+        new = {"model": self.blend(state["model"], replies, weights), "duals": moved}
+        return new, Used(chosen, weights, duals.whole(p) if here.recorded else None)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return values.max()
