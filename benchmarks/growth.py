@@ -40,12 +40,12 @@ AXES = {
 }
 QUICK = {"clients": [10, 1_000, 100_000], "participants": [10, 100], "parameters": [1_000, 100_000], "steps": [1, 5]}
 METHODS = {
-    "clients": ("fedavg", "comfedl-kl", "ditto", "drfa"),
+    "clients": ("fedavg", "comfedl-kl", "ditto", "drfa", "tr-maml"),
     "participants": ("fedavg", "comfedl-kl", "ditto"),
     "parameters": ("fedavg", "comfedl-kl", "ditto"),
     "steps": ("fedavg", "comfedl-kl", "ditto"),
 }
-NAMES = {"fedavg": "FedAvg", "comfedl-kl": "ComFedL, KL", "ditto": "Ditto", "drfa": "DRFA"}
+NAMES = {"fedavg": "FedAvg", "comfedl-kl": "ComFedL, KL", "ditto": "Ditto", "drfa": "DRFA", "tr-maml": "TR-MAML"}
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ def measure(point: Point) -> dict[str, Any]:
         "comfedl-kl": cf.ComFedL(outer=cf.KL(0.5), **common),
         "ditto": cf.Ditto(lam=0.1, **common),
         "drfa": cf.DRFA(dual_lr=1e-8, **common),
+        "tr-maml": cf.TRMAML(dual_lr=1e-8, **common),
     }[point.method]
     times: list[float] = []
 
@@ -243,6 +244,7 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
         "comfedl-kl": ("#D55E00", "s"),
         "ditto": ("#009E73", "^"),
         "drfa": ("#CC79A7", "D"),
+        "tr-maml": ("#E69F00", "v"),
     }
     style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6}
     with pyplot.rc_context(style):
