@@ -7,29 +7,33 @@ demo: the demo's two methods on splits (seeds 100 to 109) that had no part in ch
 from __future__ import annotations
 
 import sys
-from unittest import mock
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 import comfedl as cf
-from comfedl import demo
-from comfedl.algorithms import comfedl
+from comfedl import demo, vector
+from comfedl.algorithms.base import State
+from comfedl.algorithms.comfedl import known_weights
+from comfedl.algorithms.rounds import Round, Used
 from comfedl.config import parse_config, run_config
 from comfedl.outer import Coupled
 
 METRICS = ("validation.accuracy.worst", "validation.accuracy.mean", "train.loss.worst", "train.accuracy.worst")
 
 
-def table_weights(
-    outer: Coupled, losses: torch.Tensor, chosen: list[int], recorded: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class ByTable(cf.ComFedL):
     """Weights (k / m) r_i over the k known clients, scaled back to 1 where they add up to more."""
-    known = ~losses.isnan()
-    r = torch.zeros_like(losses)
-    r[known] = outer.weights(losses[known])
-    present = r[chosen]
-    return present * min(int(known.sum()) / len(chosen), 1 / max(float(present.sum()), 1e-300)), r
+
+    def round(self, state: State, here: Round) -> tuple[State, Used]:
+        replies = here.ask("train", here.sample(), {"model": state["model"]})
+        losses = vector.put(state["losses"], replies.clients, replies.numbers("loss"))
+        known = ~vector.whole(losses).isnan()
+        assert isinstance(self.g, Coupled)
+        present = known_weights(self.g, losses)[replies.clients]
+        weights = present * min(int(known.sum()) / len(present), 1 / max(float(present.sum()), 1e-300))
+        return {"model": self.blend(state["model"], replies, weights), "losses": losses}, Used(replies.clients, weights)
 
 
 def show(rows: dict[str, list[list[float]]]) -> None:
@@ -55,13 +59,12 @@ def participation() -> None:
     for seed in range(3):
         fed = cf.load("digits", cf.partition.Dirichlet(clients=40, alpha=0.3), seed=seed)
         model = cf.models.build("logistic", (1, 8, 8), 10, seed=0)
-        for name, method, weights in (
-            ("uniform", cf.FedAvg(weighting="uniform", lr=0.5), None),
-            ("KL(0.2), participants", cf.ComFedL(outer=cf.KL(0.2), lr=0.5), None),
-            ("KL(0.2), n/m by table", cf.ComFedL(outer=cf.KL(0.2), lr=0.5), table_weights),
+        for name, method in (
+            ("uniform", cf.FedAvg(weighting="uniform", lr=0.5)),
+            ("KL(0.2), participants", cf.ComFedL(outer=cf.KL(0.2), lr=0.5)),
+            ("KL(0.2), n/m by table", ByTable(outer=cf.KL(0.2), lr=0.5)),
         ):
-            with mock.patch.object(comfedl, "partial_weights", weights or comfedl.partial_weights):
-                run = cf.fit(model, fed, method, rounds=100, seed=seed, clients_per_round=4, eval_every=100)
+            run = cf.fit(model, fed, method, rounds=100, seed=seed, clients_per_round=4, eval_every=100)
             rows.setdefault(name, []).append([float(run.rounds[-1][metric] or 0) for metric in METRICS])
     show(rows)
 

@@ -460,6 +460,20 @@ def test_a_stopped_run_of_many_clients_goes_on_to_the_bit(
         assert all(torch.equal(part, whole.personal(name)[key]) for key, part in result.personal(name).items())
 
 
+@pytest.mark.parametrize("method", METHODS[2:4], ids=lambda method: method.name)
+def test_a_state_of_another_form_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any) -> None:
+    """As a version leaves it that keeps it otherwise; here by another limit for few clients."""
+    for part in ("vector", "duals"):
+        monkeypatch.setattr(f"comfedl.{part}.FEW", 8)
+    with pytest.raises(RuntimeError):
+        run(many(), tmp_path / "run", method, callbacks=[StopAt(7, RuntimeError("a bug"))], clients_per_round=5)
+    monkeypatch.undo()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(cf.RunFolderError, match="another version of comfedl"):
+        run(many(), tmp_path / "run", method, resume=True, clients_per_round=5)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
 def test_the_same_clients_are_evaluated_after_a_resume(tmp_path: Path) -> None:
     whole = run(many(), tmp_path / "whole", eval_clients=6)
     with pytest.raises(RuntimeError):

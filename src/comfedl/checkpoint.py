@@ -144,7 +144,13 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Sa
                 kept[client] = tree.map(lambda leaf, row=row: leaf[row], states)
         for client, state in meta["clients"].items() if version == 1 else ():  # each client by itself
             kept[int(client)] = tree.map(lambda leaf: leaf.to(device), give(state))
-        state = tree.map(lambda leaf, mate: leaf.to(mate.device), give(meta["state"]), like)
+        try:
+            state = tree.map(lambda leaf, mate: leaf.to(mate.device), give(meta["state"]), like)
+        except (LookupError, TypeError, AttributeError) as error:  # the run is this one, but its state has another form
+            raise RunFolderError(
+                f"{path} was written by another version of comfedl, which keeps the state of this method otherwise; "
+                "go on with that version, or start anew with --force."
+            ) from error
         offences = {int(client): count for client, count in meta["offences"].items()}
         snapshot = Snapshot(meta["round"], state, kept.copy, meta["traffic"], offences)
         return Saved(snapshot, meta["records"])

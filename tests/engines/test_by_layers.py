@@ -211,6 +211,25 @@ def test_what_lies_otherwise_in_memory(pool: nn.Module, dilation: int) -> None:
     agrees(scattered(module, 4), batch((2, 8, 8)))
 
 
+@pytest.mark.parametrize("between", [[nn.Tanh()], [nn.BatchNorm2d(2)], [nn.AdaptiveAvgPool2d(2)]])
+def test_images_of_one_pixel_that_are_pooled(between: list[nn.Module]) -> None:
+    """They lie in memory either way, and torch takes them for the other one."""
+    pool = nn.MaxPool2d(2, 1, padding=1)
+    flat = 2 * (9 if type(between[0]) is nn.AdaptiveAvgPool2d else 4)
+    module = nn.Sequential(nn.Conv2d(2, 2, 5), *between, pool, nn.Flatten(), nn.Linear(flat, CLASSES))
+    for negative in (False, True):
+        agrees(scattered(module, 3, negative), batch((2, 5, 5)))
+
+
+def test_another_default_device_changes_nothing() -> None:
+    module, data = small(), batch((2, 9, 8), samples=11)
+    model = laid_out(state(module))
+    learner = ChannelsLast(Learner(module, functional.cross_entropy))
+    with torch.device("meta"):
+        learner.pull_loss(model["params"], model["buffers"], laid_out(data))[1](torch.ones((), dtype=F64, device="cpu"))
+    agrees(module, data)
+
+
 def test_a_lone_sample_counts_twice() -> None:
     module = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, CLASSES))
     agrees(scattered(module, 3), batch((2, 4, 4), samples=1))

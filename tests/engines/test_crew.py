@@ -15,6 +15,7 @@ import comfedl as cf
 from comfedl.engines import crew as crews
 from comfedl.engines.crew import TRIAL, Crew
 from comfedl.engines.embedded import Embedded
+from comfedl.problem import Learner
 
 
 def test_every_chunk_once_and_in_order() -> None:
@@ -86,6 +87,39 @@ def test_the_first_error_in_the_order_of_chunks_comes_out() -> None:
         with pytest.raises(ValueError, match="chunk 2"):
             crew.run("s", job, range(8))
         crew.run("s", lambda worker, chunk: chunk, range(4))
+
+
+def test_no_job_goes_on_when_one_has_failed() -> None:
+    done: list[int] = []
+
+    def job(worker: int, chunk: int) -> None:
+        if chunk == 0:
+            raise ValueError("chunk 0")
+        time.sleep(0.05)
+        done.append(chunk)
+
+    crew = Crew(2)
+    crew._choice["s"] = True
+    with pytest.raises(ValueError, match="chunk 0"):
+        crew.run("s", job, range(6))
+    before = list(done)
+    time.sleep(0.2)
+    assert done == before and len(done) < 5
+
+
+def test_learners_are_copied_before_any_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside vmap the parameters that lie in a module cannot be copied."""
+    where: list[threading.Thread] = []
+    copy = Learner.copy
+
+    def watched(self: Learner) -> Learner:
+        where.append(threading.current_thread())
+        return copy(self)
+
+    monkeypatch.setattr(Learner, "copy", watched)
+    options = {"vectorize": "vmap", "workers": 3, "memory_mb": 0.1}
+    cf.fit(images(), data(12), cf.FedAvg(batch_size=4), rounds=len(TRIAL), engine_options=options)
+    assert len(where) >= 2 and set(where) == {threading.main_thread()}
 
 
 def images() -> nn.Module:

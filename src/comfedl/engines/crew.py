@@ -10,7 +10,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -80,3 +80,4 @@ class Crew:
         finally:
             for future in futures:
                 future.cancel()
+            wait(futures)  # of those that could not be cancelled: where one job fails, no other goes on behind it

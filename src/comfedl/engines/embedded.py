@@ -114,6 +114,9 @@ class Embedded(Engine):
         drawn = Drawn(given, step, self._seed, round)
         received = laid_out(message) if isinstance(self._one, ChannelsLast) else message
         chunks = list(self._chunks(named, given))
+        if len(chunks) > 1:
+            for worker in range(self._crew.workers):  # here, since a module that is in use cannot be copied
+                self._learners_of(worker)
 
         def outcome_of(worker: int, ks: Sizes) -> Outcome:
             one, many = self._learners_of(worker)

@@ -353,8 +353,8 @@ def places(index: Tensor, like: Tensor) -> Tensor:
 def _planes(shape: torch.Size) -> Tensor:
     """Where each plane begins, [samples, channels, 1, 1]."""
     samples, channels, height, width = shape
-    firsts = torch.arange(samples) * (channels * height * width)
-    return (firsts.view(-1, 1) + torch.arange(channels)).view(samples, channels, 1, 1)
+    firsts = torch.arange(samples, device="cpu") * (channels * height * width)
+    return (firsts.view(-1, 1) + torch.arange(channels, device="cpu")).view(samples, channels, 1, 1)
 
 
 def _picked(x: Tensor, at: Tensor) -> Tensor:
@@ -366,13 +366,16 @@ def _picked(x: Tensor, at: Tensor) -> Tensor:
 
 def _put(out: Tensor, at: Tensor, values: Tensor) -> Tensor:
     """``out`` with the values added at these places."""
-    _flat(out).scatter_add_(0, _flat(at), _flat(values))
-    return out
+    laid = out.permute(
+        0, 2, 3, 1
+    ).contiguous()  # a copy for images of one pixel alone, which torch may lay out otherwise
+    laid.view(-1).scatter_add_(0, _flat(at), _flat(values))
+    return laid.permute(0, 3, 1, 2)
 
 
 def _flat(x: Tensor) -> Tensor:
     """All numbers of images, as they lie in memory: with one index torch picks and puts twice as fast."""
-    return x.permute(0, 2, 3, 1).view(-1)
+    return x.permute(0, 2, 3, 1).reshape(-1)
 
 
 def _beside(x: Tensor, y: Tensor) -> Tensor:
