@@ -107,7 +107,7 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Sa
     The server's tensors go to the devices of their counterparts in ``like``, the clients' to ``device``.
 
     Raises:
-        RunFolderError: the run is another one, was written by a later version, or no checkpoint is whole.
+        RunFolderError: the run is another one, another version has written it, or no checkpoint is whole.
     """
     found = _found(folder)
     for path in found:

@@ -964,11 +964,12 @@ def test_the_list_is_complete() -> None:
 
 def read_or_skip(name: str) -> RawData:
     try:
-        return sources.read(name)
+        sources.fetch(name)
     except DataError as error:
         if "wrong checksum" in str(error):
             raise
         pytest.skip(f"{name} is neither in the cache nor can it be fetched: {error}")
+    return sources.read(name)  # what has been fetched must be readable
 
 
 @pytest.mark.download

@@ -115,11 +115,10 @@ class Embedded(Engine):
         received = laid_out(message) if isinstance(self._one, ChannelsLast) else message
         chunks = list(self._chunks(named, given))
         if len(chunks) > 1:
-            for worker in range(self._crew.workers):  # here, since a module that is in use cannot be copied
-                self._learners_of(worker)
+            self._equip()
 
         def outcome_of(worker: int, ks: Sizes) -> Outcome:
-            one, many = self._learners_of(worker)
+            one, many = self._learners[worker]
             noise = partial(self._noise, named.noise or step, round)
             if len(ks) > 1:
                 assert many is not None
@@ -150,11 +149,11 @@ class Embedded(Engine):
             clients, [part if len(part.clients) > 1 else Part(part.clients, stacked([part.reply])) for part in parts]
         )
 
-    def _learners_of(self, worker: int) -> tuple[Learner, Stacked | None]:
-        if worker not in self._learners:
-            one, many = self._learners[0]
+    def _equip(self) -> None:
+        """Learners for every thread, made while none is in use: inside vmap a module cannot be copied."""
+        one, many = self._learners[0]
+        for worker in range(len(self._learners), self._crew.workers):
             self._learners[worker] = one.copy(), None if many is None else many.copy()
-        return self._learners[worker]
 
     def _noise(self, purpose: str, round: int, client: int) -> int:
         """The seed of a client's dropout and the like."""

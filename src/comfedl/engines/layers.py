@@ -366,9 +366,8 @@ def _picked(x: Tensor, at: Tensor) -> Tensor:
 
 def _put(out: Tensor, at: Tensor, values: Tensor) -> Tensor:
     """``out`` with the values added at these places."""
-    laid = out.permute(
-        0, 2, 3, 1
-    ).contiguous()  # a copy for images of one pixel alone, which torch may lay out otherwise
+    # Torch may lay images of one pixel out otherwise; then, and then alone, this is a copy.
+    laid = out.permute(0, 2, 3, 1).contiguous()
     laid.view(-1).scatter_add_(0, _flat(at), _flat(values))
     return laid.permute(0, 3, 1, 2)
 
