@@ -439,7 +439,7 @@ def many(clients: int = 30) -> cf.FederatedData:
     return cf.FederatedData.from_flat((x, y, range(0, 4 * clients + 1, 4)))
 
 
-@pytest.mark.parametrize("method", METHODS[1:4], ids=lambda method: method.name)
+@pytest.mark.parametrize("method", [*METHODS[1:4], METHODS[6]], ids=lambda method: method.name)
 def test_a_stopped_run_of_many_clients_goes_on_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
