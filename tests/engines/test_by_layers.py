@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import comfedl as cf
+from comfedl.engines import by_layers, tiles
 from comfedl.engines.by_layers import Chain
 from comfedl.engines.convolution import ChannelsLast, laid_out
 from comfedl.engines.dense import Dense
+from comfedl.engines.entry import Entry
+from comfedl.engines.layers import Convolution, Layer
 from comfedl.engines.replies import stacked
+from comfedl.engines.tiles import Tiles
 from comfedl.problem import Adapt, Adapted, Batch, Learner, LocalLoss, Model, Params, gradient, pull
 from comfedl.stateless import Stateless
 
@@ -176,16 +184,159 @@ def chains(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, int, int]]:
 def test_random_chains(made: Any, seed: int, samples: int, negative: bool, data: st.DataObject) -> None:
     module, shape = made
     module = scattered(module, seed, negative)
-    for part in module.parameters():
-        part.requires_grad_(data.draw(st.sampled_from([True, True, False])))
-    if not any(part.requires_grad for part in module.parameters()):
-        next(iter(module.parameters())).requires_grad_(True)
+    freeze(module, data)
     # A lone sample of one place has no spread to be divided by: no number is right to 1e-10 there.
     agrees(module, batch(shape, max(samples, 2) if _normed(module) else samples, seed))
 
 
+def freeze(module: nn.Module, data: st.DataObject) -> None:
+    """Some of the parameters, but not all of them."""
+    for part in module.parameters():
+        part.requires_grad_(data.draw(st.sampled_from([True, True, False])))
+    if not any(part.requires_grad for part in module.parameters()):
+        next(iter(module.parameters())).requires_grad_(True)
+
+
 def _normed(module: nn.Module) -> bool:
     return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
+
+
+# The ways that are taken where they are faster, wherever they can be taken.
+
+
+@contextmanager
+def everywhere() -> Iterator[None]:
+    with (
+        mock.patch.object(tiles, "LEAST", math.inf),
+        mock.patch.object(by_layers, "entered", lambda layer: layer.groups == 1),
+    ):
+        yield
+
+
+def taken(module: nn.Module, x: Tensor, twice: bool = True) -> list[type[Layer]]:
+    """The kinds of layers of a pass."""
+    chain, model = Chain.of(module), state(module)
+    assert chain is not None
+    labels = torch.zeros(len(x), dtype=torch.long)
+    with torch.no_grad():
+        return [type(layer) for layer in chain._forward(model["params"], model["buffers"], (x, labels), twice)[1]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(0, 100), st.integers(1, 4))
+def test_convolutions_by_tiles(data: st.DataObject, seed: int, samples: int) -> None:
+    """Any size, padding and channels, with and without a normalisation behind, as the lowest layer and above it."""
+    size = [data.draw(st.integers(3, 11)) for _ in range(2)]
+    channels = [data.draw(st.integers(1, 4)) for _ in range(3)]
+    layers: list[nn.Module] = []
+    for ins, outs in pairwise(channels):
+        padding = [data.draw(st.integers(max(0, (4 - n) // 2), 3)) for n in size]
+        size = [n + 2 * p - 2 for n, p in zip(size, padding, strict=True)]
+        layers += [nn.Conv2d(ins, outs, 3, padding=tuple(padding), bias=data.draw(st.booleans())), nn.Tanh()]
+    head = [nn.Flatten(), nn.Linear(channels[-1] * size[0] * size[1], CLASSES)]
+    if data.draw(st.booleans()):
+        layers.insert(3, nn.BatchNorm2d(channels[-1]))
+    module = scattered(nn.Sequential(*layers, *head), seed)
+    freeze(module, data)
+    x, y = batch((channels[0], *_before(layers, size)), max(samples, 2), seed)
+    with everywhere():
+        assert set(taken(module, x)) & {Tiles, Convolution} <= {Tiles}
+        agrees(module, (x, y))
+
+
+def _before(layers: list[nn.Module], size: list[int]) -> list[int]:
+    """The size of the images that these layers make of this size."""
+    for layer in reversed(layers):
+        if isinstance(layer, nn.Conv2d):
+            size = [n - 2 * int(p) + 2 for n, p in zip(size, layer.padding, strict=True)]
+    return size
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(0, 100), st.integers(2, 5), st.booleans())
+def test_the_first_layers_as_one(data: st.DataObject, seed: int, samples: int, negative: bool) -> None:
+    """Any kernel, stride, dilation and padding, with and without pooling, scales and running statistics."""
+    draw, shape = data.draw, (data.draw(st.integers(1, 3)), data.draw(st.integers(5, 9)), data.draw(st.integers(5, 9)))
+    pairs = st.tuples(st.integers(1, 2), st.integers(1, 2))
+    convolution = nn.Conv2d(
+        shape[0],
+        draw(st.integers(1, 4)),
+        draw(st.tuples(st.integers(1, 3), st.integers(1, 3))),
+        stride=draw(pairs),
+        dilation=draw(pairs),
+        padding=draw(st.tuples(st.integers(0, 2), st.integers(0, 2))),
+        bias=draw(st.booleans()),
+    )
+    momentum = draw(st.sampled_from([0.1, 0.4, None]))
+    norm = nn.BatchNorm2d(convolution.out_channels, 1e-3, momentum, draw(st.booleans()), draw(st.booleans()))
+    pool = draw(st.sampled_from([nn.Identity(), nn.MaxPool2d(2, 1, padding=1), nn.MaxPool2d(1, 2)]))
+    below = nn.Sequential(convolution, norm, pool, nn.Tanh(), nn.Flatten())
+    width = below(torch.zeros(2, *shape)).shape[1]
+    module = scattered(nn.Sequential(below, nn.Linear(width, CLASSES)), seed, negative)
+    freeze(module, data)
+    x, y = batch(shape, samples, seed)
+    with everywhere():
+        trained = any(part.requires_grad for part in module[0].parameters())
+        assert (Entry in taken(module, x)) == trained
+        agrees(module, (x, y))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.4, 1e-9])
+def test_the_first_layers_as_one_with_scales_of_any_sign(scale: float) -> None:
+    module = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(36, CLASSES)
+    )
+    module = scattered(module, 2)
+    module[1].weight.data[2] = scale
+    with everywhere():
+        assert taken(module, batch((2, 9, 8))[0])[0] is Entry
+        agrees(module, batch((2, 9, 8)))
+
+
+def test_images_far_from_zero_cost_the_first_layers_no_digits() -> None:
+    """Bright images of little contrast: sums that are centred afterwards would keep none of single precision's."""
+    module = scattered(cf.models.cnn4((2, 9, 8), CLASSES, filters=18), 1)
+    x, y = batch((2, 9, 8), samples=16)
+    x = (x + 300.0).float().double()
+    v = direction(state(module)["params"])
+    _, slope, product, _ = plainly(module, state(module), (x, y), v)
+    single = copy.deepcopy(module).float()
+    assert taken(single, x.float())[0] is Entry
+    learner, model = ChannelsLast(Learner(single, functional.cross_entropy)), state(single)
+    found, times, _ = learner.pull_curved(model["params"], {}, (x.float(), y))
+    close({name: part.double() for name, part in found.items()}, slope, 1e-3)
+    close(times({name: part.float() for name, part in v.items()}), product, 1e-3)
+
+
+def close(found: Params, expected: Params, share: float) -> None:
+    """Equal to a share of the largest of all numbers."""
+    size = max(float(part.abs().max()) for part in expected.values())
+    for name, part in expected.items():
+        assert float((found[name].double() - part).abs().max()) < share * size, name
+
+
+def convolved(side: int, channels: int, **options: Any) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(channels, channels, **{"kernel_size": 3, "padding": 1, **options}), nn.Flatten(), nn.LazyLinear(3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("side", "channels", "once", "twice"),
+    [(4, 32, True, True), (16, 32, False, True), (32, 16, False, False), (10, 8, False, False), (2, 64, False, False)],
+)
+def test_where_tiles_are_taken(side: int, channels: int, once: bool, twice: bool) -> None:
+    module, x = convolved(side, channels), torch.zeros(2, channels, side, side)
+    module(x)
+    for expected, again in ((once, False), (twice, True)):
+        assert taken(module, x, again)[0] is (Tiles if expected else Convolution)
+
+
+@pytest.mark.parametrize("other", [{"stride": 2}, {"dilation": 2}, {"groups": 2}, {"kernel_size": 1}])
+def test_other_convolutions_are_torchs_own(other: dict[str, int]) -> None:
+    module, x = convolved(8, 32, **other), torch.zeros(2, 32, 8, 8)
+    module(x)
+    assert taken(module, x)[0] is Convolution
 
 
 # Named cases.
@@ -270,17 +421,20 @@ def test_one_layer_for_several_places() -> None:
     agrees(scattered(module, 5), batch((2, 6, 6)))
 
 
-def test_single_precision_is_as_near_as_autograd() -> None:
-    module, data = small(), batch((2, 9, 8), samples=16)
+@pytest.mark.parametrize("filters", [4, 32])
+def test_single_precision_is_as_near_as_autograd(filters: int) -> None:
+    """With the plain layers, and with the first ones as one and the others by tiles."""
+    module = scattered(cf.models.cnn4((2, 16, 16), CLASSES, filters=filters), 0)
+    data = batch((2, 16, 16), samples=16)
+    kinds = taken(module, data[0])
+    assert (Entry in kinds, Tiles in kinds) == (filters == 32, filters == 32)
     v = direction(state(module)["params"])
     _, slope, product, _ = plainly(module, state(module), data, v)
     single = copy.deepcopy(module).float()
     learner, model = ChannelsLast(Learner(single, functional.cross_entropy)), state(single)
     found, times, _ = learner.pull_curved(model["params"], {}, (data[0].float(), data[1]))
-    for mine, exact in ((found, slope), (times({name: part.float() for name, part in v.items()}), product)):
-        size = max(float(part.abs().max()) for part in exact.values())
-        for name, part in exact.items():
-            assert float((mine[name].double() - part).abs().max()) < 2e-5 * size, name
+    close(found, slope, 2e-5)
+    close(times({name: part.float() for name, part in v.items()}), product, 2e-5)
 
 
 def hooked() -> nn.Module:

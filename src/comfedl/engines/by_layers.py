@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from comfedl.engines.dense import chain
+from comfedl.engines.entry import Entry, entered
 from comfedl.engines.layers import (
     ACTIVATIONS,
     Activation,
@@ -24,14 +25,16 @@ from comfedl.engines.layers import (
     Linear,
     MaxPool,
     Norm,
+    Parts,
+    Pass,
     Pool,
-    Weighted,
     places,
 )
+from comfedl.engines.tiles import Tiles, tiled
 from comfedl.problem import Batch, Params, Pullback
 
-# Makes a layer for one pass, from the parameters and the buffers, which it moves.
-Make = Callable[[Params, Params], Layer]
+# Makes a layer for one pass, from what comes into it.
+Make = Callable[[Pass, Tensor], Layer]
 
 aten = torch.ops.aten
 
@@ -51,7 +54,7 @@ class Chain:
         makes: list[Make] = []
         flat = False
         while layers:
-            made = _made(layers, flat)
+            made = _made(layers, not makes, flat)
             if made is None:
                 return None
             make, taken = made
@@ -69,13 +72,13 @@ class Chain:
     @torch.no_grad()
     def pull(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
         """The mean cross-entropy, its pullback (to be called once), and the buffers afterwards."""
-        value, layers, loss, after = self._forward(params, buffers, batch)
+        value, layers, loss, after = self._forward(params, buffers, batch, twice=False)
         return value, partial(_pulled_back, params, layers, loss), after
 
     @torch.no_grad()
     def curve(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
         """The gradient, the Hessian's product (to be called once) and the buffers afterwards."""
-        value, layers, loss, after = self._forward(params, buffers, batch)
+        value, layers, loss, after = self._forward(params, buffers, batch, twice=True)
         d: Tensor | None = loss.backward(torch.ones_like(value))
         found: Params = {}
         for layer in reversed(layers):
@@ -84,17 +87,18 @@ class Chain:
         return {name: found[name] for name in params}, partial(_product, params, layers, loss), after
 
     def _forward(
-        self, params: Params, buffers: Params, batch: Batch
+        self, params: Params, buffers: Params, batch: Batch, twice: bool
     ) -> tuple[Tensor, list[Layer], CrossEntropy, Params]:
         """The loss, the layers from the lowest that is trained on, the loss's own, and the buffers afterwards."""
         after = {name: buffer.clone() for name, buffer in buffers.items()}
+        within = Pass(params, after, twice)
         x, labels = batch
         layers: list[Layer] = []
         for make in self._makes:
-            layer = make(params, after)
+            layer = make(within, x)
             x = layer.forward(x)
             if not layers:
-                layer.lowest = isinstance(layer, Weighted) and any(layer.trained)
+                layer.lowest = layer.trains()
             if layers or layer.lowest:
                 layers.append(layer)
         loss = CrossEntropy(labels)
@@ -125,32 +129,50 @@ def _product(params: Params, layers: list[Layer], loss: CrossEntropy, v: Params)
     return {name: found[name] for name in params}
 
 
-def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool) -> tuple[Make, int] | None:
+def _made(layers: Sequence[tuple[str, nn.Module]], first: bool, flat: bool) -> tuple[Make, int] | None:
     """What makes the first of these layers, and how many of them that is; None where it is not known."""
     (name, layer), kind = layers[0], type(layers[0][1])
-    following = layers[1][1] if len(layers) > 1 else None
     if kind in ACTIVATIONS:
-        return lambda params, buffers: Activation(kind), 1
+        return lambda within, x: Activation(kind), 1
     if kind in ((nn.Linear, nn.BatchNorm1d) if flat else ()):
         if isinstance(layer, nn.Linear):
-            return lambda params, buffers: Linear(name, layer, params), 1
-        return lambda params, buffers: Norm(name, layer, params, buffers, None), 1
+            return lambda within, x: Linear(name, layer, within), 1
+        return lambda within, x: Norm(name, layer, within, None), 1
     if flat:
         return None
     if type(layer) is nn.Conv2d:
-        padding = _padding(layer)
-        centred = type(following) is nn.BatchNorm2d
-        return (
-            None if padding is None else (lambda params, buffers: Convolution(name, layer, params, padding, centred), 1)
-        )
+        return _convolution(layers, first)
     if kind is nn.BatchNorm2d:
-        pool = _pool(following)
-        return lambda params, buffers: Norm(name, layer, params, buffers, pool), 1 if pool is None else 2
+        pool = _pool(layers[1:])
+        return lambda within, x: Norm(name, layer, within, pool), 1 if pool is None else 2
     if kind is nn.MaxPool2d:
-        pool = _pool(layer)
-        return None if pool is None else (lambda params, buffers: MaxPool(pool), 1)
+        pool = _pool(layers)
+        return None if pool is None else (lambda within, x: MaxPool(pool), 1)
     fixed = _fixed(layer)
-    return None if fixed is None else (lambda params, buffers: Fixed(*fixed), 1)
+    return None if fixed is None else (lambda within, x: Fixed(*fixed), 1)
+
+
+def _convolution(layers: Sequence[tuple[str, nn.Module]], first: bool) -> tuple[Make, int] | None:
+    """The first of these layers, a convolution; if it is the chain's first, with its normalisation and pooling."""
+    name, layer = layers[0]
+    assert isinstance(layer, nn.Conv2d)
+    padding = _padding(layer)
+    if padding is None:
+        return None
+    centred = len(layers) > 1 and type(layers[1][1]) is nn.BatchNorm2d
+    if first and centred and entered(layer):
+        (behind, norm), pool = layers[1], _pool(layers[2:])
+
+        def enter(within: Pass, x: Tensor) -> Layer:
+            return Entry(Parts(name, layer, within), padding, behind, norm, within, pool)
+
+        return enter, 2 if pool is None else 3
+
+    def make(within: Pass, x: Tensor) -> Layer:
+        kind = Tiles if tiled(layer, padding, x, within.twice) else Convolution
+        return kind(name, layer, within, padding, centred)
+
+    return make, 1
 
 
 def _padding(layer: nn.Conv2d) -> list[int] | None:
@@ -165,8 +187,9 @@ def _padding(layer: nn.Conv2d) -> list[int] | None:
     return None if any(n % 2 for n in both) else [n // 2 for n in both]
 
 
-def _pool(layer: nn.Module | None) -> Pool | None:
-    """Max-pooling with its places; None for another layer."""
+def _pool(layers: Sequence[tuple[str, nn.Module]]) -> Pool | None:
+    """The first of these layers as max-pooling with its places; None for another layer."""
+    layer = layers[0][1] if layers else None
     if type(layer) is not nn.MaxPool2d or layer.return_indices:
         return None
     shape = [_pair(n) for n in (layer.kernel_size, layer.stride, layer.padding, layer.dilation)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,17 @@ from comfedl.problem import Params
 aten = torch.ops.aten
 
 
+class Pass(NamedTuple):
+    """What a pass over one batch works with: the parameters, and the buffers, which it moves.
+
+    ``twice`` tells that the change along a direction will be asked for, too.
+    """
+
+    params: Params
+    buffers: Params
+    twice: bool
+
+
 class Layer(ABC):
     """One layer in one pass.
 
@@ -30,6 +41,10 @@ class Layer(ABC):
     """
 
     lowest = False
+
+    def trains(self) -> bool:
+        """Whether a parameter of it is trained."""
+        return False
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
@@ -48,15 +63,15 @@ class Layer(ABC):
         """The change of what ``backward`` gave, from the change of what it got."""
 
 
-class Weighted(Layer):
-    """A layer with a weight and a bias: those among ``params``, and the module's own where they are frozen."""
+class Parts:
+    """A layer's weight and bias: the pass's parameters, and the module's own where they are frozen."""
 
-    def __init__(self, name: str, layer: nn.Module, params: Params) -> None:
+    def __init__(self, name: str, layer: nn.Module, within: Pass) -> None:
         self.layer: Any = layer
         self.names = named(name, "weight"), named(name, "bias")
-        self.weight: Any = params.get(self.names[0], self.layer.weight)
-        self.bias: Any = params.get(self.names[1], self.layer.bias)
-        self.trained = [n in params for n in self.names]
+        self.weight: Any = within.params.get(self.names[0], self.layer.weight)
+        self.bias: Any = within.params.get(self.names[1], self.layer.bias)
+        self.trained = [n in within.params for n in self.names]
 
     def along(self, v: Params) -> tuple[Tensor, Tensor | None]:
         """The direction of the weight, zero where it is frozen, and that of the bias."""
@@ -68,11 +83,18 @@ class Weighted(Layer):
         found.update({n: part for n, part, trained in zip(self.names, parts, self.trained, strict=True) if trained})
 
 
+class Weighted(Parts, Layer):
+    """A layer with a weight and a bias."""
+
+    def trains(self) -> bool:
+        return any(self.trained)
+
+
 class Convolution(Weighted):
     """``nn.Conv2d``. Its bias is of no effect where it is ``centred``: the next layer takes the mean away."""
 
-    def __init__(self, name: str, layer: nn.Module, params: Params, padding: list[int], centred: bool) -> None:
-        super().__init__(name, layer, params)
+    def __init__(self, name: str, layer: nn.Module, within: Pass, padding: list[int], centred: bool) -> None:
+        super().__init__(name, layer, within)
         self.shape = [*self.layer.stride], padding, [*self.layer.dilation], False, [0, 0], self.layer.groups
         self.centred = centred
 
@@ -89,8 +111,6 @@ class Convolution(Weighted):
         bias = None if self.centred else bias
         if dx is None:
             return self._apply(self.x, self.v, bias)
-        if self.layer.groups == 1:  # x with v and dx with the weight, as one convolution
-            return self._apply(_beside(self.x, dx), _beside(self.v, self.weight), bias)
         return self._apply(self.x, self.v, bias).add_(self._apply(dx, self.weight, None))
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
@@ -105,7 +125,7 @@ class Convolution(Weighted):
         return None if out is None else out.add_(back)
 
     def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _last(aten.convolution(x, weight, bias, *self.shape))
+        return last(aten.convolution(x, weight, bias, *self.shape))
 
     def _pulled(self, d: Tensor, found: Params) -> Tensor | None:
         channels = len(self.weight)
@@ -113,7 +133,7 @@ class Convolution(Weighted):
         mask = [not self.lowest, self.trained[0], sums]
         back, weight, bias = aten.convolution_backward(d, self.x, self.weight, [channels], *self.shape, mask)
         self.give(found, weight, bias if sums else d.new_zeros(channels))
-        return None if self.lowest else _last(back)
+        return None if self.lowest else last(back)
 
 
 class Linear(Weighted):
@@ -147,15 +167,19 @@ class Norm(Weighted):
     back to the pooled places, so that what only these need is never computed at the others.
     """
 
-    def __init__(self, name: str, layer: nn.Module, params: Params, buffers: Params, pool: Pool | None) -> None:
-        super().__init__(name, layer, params)
+    def __init__(self, name: str, layer: nn.Module, within: Pass, pool: Pool | None) -> None:
+        super().__init__(name, layer, within)
         self.pool = pool
-        self.running = [buffers.get(named(name, part)) for part in ("running_mean", "running_var")]
-        self.batches = buffers.get(named(name, "num_batches_tracked"))
+        self.running = [within.buffers.get(named(name, part)) for part in ("running_mean", "running_var")]
+        self.batches = within.buffers.get(named(name, "num_batches_tracked"))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x, self.count = x, x.numel() // x.shape[1]
-        self.mean, variance = aten.batch_norm_update_stats(x, *self.running, self._share())
+        mean, variance = aten.batch_norm_update_stats(x, *self.running, self.share())
+        return self.normed(x, mean, variance)
+
+    def normed(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """The output, from the statistics of x."""
+        self.x, self.mean, self.count = x, mean, x.numel() // x.shape[1]
         self.s = (variance + self.layer.eps).rsqrt_()
         if self.weight is None:
             self.weight = torch.ones_like(self.s)
@@ -166,9 +190,9 @@ class Norm(Weighted):
         elif bool((self.weight > 0).all()):  # the largest of x is the largest of the output
             self.at, self.places = self.pool(x)
         else:
-            self.places = self.pool(_affine(shift, x, self.k))[1]
-            self.at = _picked(x, self.places)
-        return _affine(shift, self.at, self.k)
+            self.places = self.pool(affine(shift, x, self.k))[1]
+            self.at = picked(x, self.places)
+        return affine(shift, self.at, self.k)
 
     def backward(self, d: Tensor, found: Params) -> Tensor | None:
         self.d = d
@@ -176,18 +200,18 @@ class Norm(Weighted):
         self.give(found, weight, bias)
         self.q, self.r = weight / self.count, bias / self.count
         # x gets k (d - <d> - z <d z>).
-        return None if self.lowest else self._spread(d * _wide(self.k, d), -self.k * self.r, -self.k * self.q)
+        return None if self.lowest else self._spread(d * wide(self.k, d), -self.k * self.r, -self.k * self.q)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         self.dx = torch.zeros_like(self.x) if dx is None else dx
-        self.dat = self.dx if self.pool is None else _picked(self.dx, self.places)
+        self.dat = self.dx if self.pool is None else picked(self.dx, self.places)
         by_z, by_1 = _sums(self.dx, self.x, self.mean, self.s)
         self.a, self.b = by_1 / self.count, by_z / self.count  # z moves by s (dx - a - b z)
         weight, bias = self.along(v)
         self.dk = self.s * (weight - self.k * self.b)
         shift = -self.k * self.a - self.dk * self.mean
-        out = _affine(shift if bias is None else shift + bias, self.dat, self.k)
-        return out.addcmul_(self.at, _wide(self.dk, out))
+        out = affine(shift if bias is None else shift + bias, self.dat, self.k)
+        return out.addcmul_(self.at, wide(self.dk, out))
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
         weight, bias = _sums(dd, self.at, self.mean, self.s)
@@ -197,18 +221,18 @@ class Norm(Weighted):
             return None
         k, dk, dq, dr = self.k, self.dk, weight / self.count, bias / self.count
         h = k * self.q * self.s
-        values = (dd * _wide(k, dd)).addcmul_(self.d, _wide(dk, dd))
+        values = (dd * wide(k, dd)).addcmul_(self.d, wide(dk, dd))
         return self._spread(values, h * self.a - dk * self.r - k * dr, h * self.b - dk * self.q - k * dq, -h)
 
     def _spread(self, values: Tensor, shift: Tensor, by_z: Tensor, by_dx: Tensor | None = None) -> Tensor:
         """``shift + by_z z + by_dx dx`` everywhere, and the values where they were pooled."""
         by_x = by_z * self.s
-        out = _affine(shift - by_x * self.mean, self.x, by_x)
+        out = affine(shift - by_x * self.mean, self.x, by_x)
         if by_dx is not None:
-            out.addcmul_(self.dx, _wide(by_dx, out))
-        return out.add_(values) if self.pool is None else _put(out, self.places, values)
+            out.addcmul_(self.dx, wide(by_dx, out))
+        return out.add_(values) if self.pool is None else put(out, self.places, values)
 
-    def _share(self) -> float:
+    def share(self) -> float:
         """How far the running statistics move to this batch's, having counted it."""
         if self.batches is not None:
             self.batches.add_(1)
@@ -229,11 +253,11 @@ class MaxPool(Layer):
         return out
 
     def backward(self, d: Tensor, found: Params) -> Tensor:
-        return _put(torch.zeros_like(self.x), self.places, d)
+        return put(torch.zeros_like(self.x), self.places, d)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         assert dx is not None
-        return _picked(dx, self.places)
+        return picked(dx, self.places)
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor:
         return self.backward(dd, found)
@@ -274,7 +298,7 @@ class Fixed(Layer):
         return self.apply(x)
 
     def backward(self, d: Tensor, found: Params) -> Tensor:
-        return _last(self.transpose(d, self.x))
+        return last(self.transpose(d, self.x))
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         assert dx is not None
@@ -334,12 +358,12 @@ def _sums(d: Tensor, x: Tensor, mean: Tensor, s: Tensor) -> tuple[Tensor, Tensor
     return by_z, by_1
 
 
-def _affine(shift: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+def affine(shift: Tensor, x: Tensor, factor: Tensor) -> Tensor:
     """``shift + factor x``, channel by channel."""
-    return torch.addcmul(_wide(shift, x), x, _wide(factor, x))
+    return torch.addcmul(wide(shift, x), x, wide(factor, x))
 
 
-def _wide(each: Tensor, like: Tensor) -> Tensor:
+def wide(each: Tensor, like: Tensor) -> Tensor:
     """A number for each channel, in the shape that goes with [samples, channels, ...]."""
     return each.view(1, -1, *(1,) * (like.ndim - 2))
 
@@ -357,14 +381,14 @@ def _planes(shape: torch.Size) -> Tensor:
     return (firsts.view(-1, 1) + torch.arange(channels, device="cpu")).view(samples, channels, 1, 1)
 
 
-def _picked(x: Tensor, at: Tensor) -> Tensor:
+def picked(x: Tensor, at: Tensor) -> Tensor:
     """What x has at these places."""
     samples, channels, height, width = at.shape
     found = _flat(x).index_select(0, _flat(at))
     return found.view(samples, height, width, channels).permute(0, 3, 1, 2)
 
 
-def _put(out: Tensor, at: Tensor, values: Tensor) -> Tensor:
+def put(out: Tensor, at: Tensor, values: Tensor) -> Tensor:
     """``out`` with the values added at these places."""
     # Torch may lay images of one pixel out otherwise; then, and then alone, this is a copy.
     laid = out.permute(0, 2, 3, 1).contiguous()
@@ -377,13 +401,6 @@ def _flat(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).reshape(-1)
 
 
-def _beside(x: Tensor, y: Tensor) -> Tensor:
-    """The channels of both, one after the other. As rows, which torch joins several times as fast."""
-    samples, channels, height, width = x.shape
-    rows = [each.permute(0, 2, 3, 1).reshape(-1, channels) for each in (x, y)]
-    return torch.cat(rows, dim=1).view(samples, height, width, 2 * channels).permute(0, 3, 1, 2)
-
-
-def _last(x: Tensor) -> Tensor:
+def last(x: Tensor) -> Tensor:
     """Images with the channels last in memory, which some of torch's kernels do not keep."""
     return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x

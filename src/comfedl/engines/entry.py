@@ -1,0 +1,104 @@
+"""The first layers of a chain, a convolution and its batch normalisation, as one.
+
+Nothing moves below them and nothing is handed further down. Let P be the patch of the images under a place less the
+mean patch, n how many places there are, and [t] the sum of t P over all places, a number for each weight. The output of
+the convolution less its mean is y = W.P, and the sum of t y over all places is W.[t]: so [y], and one more such sum for
+what comes back, take the place of several passes over the whole output.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from comfedl.engines.layers import Norm, Parts, Pass, Pool, affine, picked, put, wide
+from comfedl.problem import Params
+
+
+class Entry(Norm):
+    """``nn.Conv2d`` without groups, the normalisation behind it, and the pooling behind that if there is one."""
+
+    def __init__(
+        self, convolution: Parts, padding: list[int], name: str, norm: nn.Module, within: Pass, pool: Pool | None
+    ) -> None:
+        super().__init__(name, norm, within, pool)
+        self.convolution, self.padding, self.w = convolution, padding, convolution.weight.flatten(1)
+
+    def trains(self) -> bool:
+        return super().trains() or any(self.convolution.trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches, self.shape = self._patches(x)
+        mean = patches.mean(dim=1)
+        self.patches = patches.sub_(mean[:, None])
+        y = self._images(self.w)
+        self.by_y = self._sum(y)
+        variance = (_dot(self.w, self.by_y) / patches.shape[1]).clamp_(min=0)
+        self._track(self.w @ mean, variance, patches.shape[1])
+        return self.normed(y, torch.zeros_like(variance), variance)
+
+    def backward(self, d: Tensor, found: Params) -> None:
+        self.by_d = self._sum(put(self.x.zero_(), self.places, d) if self.pool else d)
+        weight = self.s * _dot(self.w, self.by_d)
+        self.give(found, weight, d.sum(dim=(0, 2, 3)))
+        # y gets k (d - <d> - z <d z>), and [1] is 0.
+        self.qs = weight / self.count * self.s
+        self.back = torch.addcmul(self.by_d, self.by_y, self.qs[:, None], value=-1)
+        self._give(found, self.back * self.k[:, None])
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        (direction, _), (weight, bias) = self.convolution.along(v), self.along(v)
+        self.v = direction.flatten(1)
+        self.dx = self._images(self.v)
+        dat = picked(self.dx, self.places) if self.pool else self.dx
+        self.b = self.s * _dot(self.v, self.by_y) / self.count  # z moves by s (dy - b z)
+        self.dk = self.s * (weight - self.k * self.b)
+        out = dat * wide(self.k, dat) if bias is None else affine(bias, dat, self.k)
+        return out.addcmul_(self.at, wide(self.dk, out))
+
+    def backward_along(self, dd: Tensor, found: Params) -> None:
+        moved = self.dx.mul_(wide(-self.qs, self.dx))
+        by_dd = self._sum(put(moved, self.places, dd) if self.pool else moved.add_(dd))
+        weight = self.s * (_dot(self.w, by_dd) + _dot(self.v, self.by_d))
+        self.give(found, weight, dd.sum(dim=(0, 2, 3)))
+        by_y = self.s * (weight / self.count - self.qs * self.b)
+        by_dd.addcmul_(self.by_y, by_y[:, None], value=-1).mul_(self.k[:, None])
+        self._give(found, by_dd.addcmul_(self.back, self.dk[:, None]))
+
+    def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Move the running statistics by those of this batch."""
+        share, bias, (mean_, variance_) = self.share(), self.convolution.bias, self.running
+        if mean_ is not None and variance_ is not None:
+            mean_.lerp_(mean if bias is None else mean + bias, share)
+            variance_.lerp_(variance * (count / (count - 1)), share)
+
+    def _patches(self, x: Tensor) -> tuple[Tensor, torch.Size]:
+        """What lies under each weight, [channels * kernel, places], and the places' shape."""
+        layer, (samples, channels, height, width), (up, left) = self.convolution.layer, x.shape, self.padding
+        padded = x.new_zeros(channels, samples, height + 2 * up, width + 2 * left)
+        padded[:, :, up : up + height, left : left + width] = x.transpose(0, 1)
+        (tall, broad), (down, across) = layer.dilation, layer.stride
+        reach = [step * (size - 1) + 1 for step, size in zip(layer.dilation, layer.kernel_size, strict=True)]
+        windows = padded.unfold(2, reach[0], down).unfold(3, reach[1], across)[..., ::tall, ::broad]
+        return windows.permute(0, 4, 5, 1, 2, 3).reshape(self.w.shape[1], -1), windows.shape[1:4]
+
+    def _images(self, weight: Tensor) -> Tensor:
+        """The convolution of the patches with a weight."""
+        return (self.patches.t() @ weight.t()).view(*self.shape, len(weight)).permute(0, 3, 1, 2)
+
+    def _sum(self, t: Tensor) -> Tensor:
+        """[t]."""
+        return (self.patches @ t.permute(0, 2, 3, 1).reshape(-1, len(self.w))).t()
+
+    def _give(self, found: Params, weight: Tensor) -> None:
+        self.convolution.give(found, weight.view_as(self.convolution.weight), torch.zeros_like(self.mean))
+
+
+def entered(layer: nn.Conv2d) -> bool:
+    """Whether a convolution's patches are no more than its output."""
+    return layer.groups == 1 and layer.weight[0].numel() <= layer.out_channels
+
+
+def _dot(weight: Tensor, sums: Tensor) -> Tensor:
+    """The inner product for each channel."""
+    return (weight * sums).sum(dim=1)
