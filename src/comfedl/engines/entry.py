@@ -39,6 +39,8 @@ class Entry(Norm):
 
     def backward(self, d: Tensor, found: Params) -> None:
         self.by_d = self._sum(put(self.x.zero_(), self.places, d) if self.pool else d)
+        if self.pool:
+            del self.x  # what is pooled is all that is needed of it
         weight = self.s * _dot(self.w, self.by_d)
         self.give(found, weight, d.sum(dim=(0, 2, 3)))
         # y gets k (d - <d> - z <d z>), and [1] is 0.
