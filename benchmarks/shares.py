@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.shares [W1 W2 W3 "W4 first" "W4 exact"]
 
-The limit is the multiplications and additions of the model's products, at the speed of one large product on one
-thread, measured in the same run. Shares are torch's own profile of a few rounds; it sees operations, not Python.
+The limit is the multiplications and additions of the model's products, convolutions as they are defined, at the speed
+of one large product on one thread, measured in the same run. Shares are torch's own profile of a few rounds; it sees
+operations, not Python.
 """
 
 from __future__ import annotations
@@ -21,9 +22,23 @@ from benchmarks.ours import ours, seconds
 from benchmarks.workloads import STEPS, WORKS, Work, build
 
 KINDS = {
-    "products": ("bmm", "mm", "addmm", "baddbmm", "convolution", "mkldnn_convolution", "convolution_backward"),
+    "products": (
+        "bmm",
+        "mm",
+        "addmm",
+        "baddbmm",
+        "baddbmm_",
+        "convolution",
+        "mkldnn_convolution",
+        "convolution_backward",
+    ),
     "gathering batches": ("index_select",),
-    "normalising, pooling": ("native_batch_norm", "native_batch_norm_backward", "max_pool2d_with_indices"),
+    "normalising, pooling": (
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "batch_norm_update_stats",
+        "max_pool2d_with_indices",
+    ),
 }
 
 
