@@ -208,6 +208,7 @@ def _normed(module: nn.Module) -> bool:
 def everywhere() -> Iterator[None]:
     with (
         mock.patch.object(tiles, "WORTH", math.inf),
+        mock.patch.object(tiles, "MANY", 0),
         mock.patch.object(by_layers, "entered", lambda layer: layer.groups == 1),
     ):
         yield
@@ -219,7 +220,9 @@ def taken(module: nn.Module, x: Tensor, twice: bool = True) -> list[type[Layer]]
     assert chain is not None
     labels = torch.zeros(len(x), dtype=torch.long)
     with torch.no_grad():
-        return [type(layer) for layer in chain._forward(model["params"], model["buffers"], (x, labels), twice)[1]]
+        makes = chain._twice if twice else chain._once
+        layers = by_layers._forward(makes, model["params"], model["buffers"], (x, labels))[1]
+    return [type(layer) for layer in layers]
 
 
 @settings(max_examples=40, deadline=None)
@@ -323,7 +326,7 @@ def convolved(side: int, channels: int, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("side", "channels", "once", "twice"),
-    [(4, 32, True, True), (16, 32, False, True), (32, 16, False, False), (10, 8, False, False), (2, 64, False, False)],
+    [(8, 64, True, True), (16, 32, False, True), (32, 16, False, False), (10, 8, False, False), (2, 64, False, False)],
 )
 def test_where_tiles_are_taken(side: int, channels: int, once: bool, twice: bool) -> None:
     module, x = convolved(side, channels), torch.zeros(2, channels, side, side)

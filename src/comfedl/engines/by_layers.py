@@ -40,10 +40,10 @@ aten = torch.ops.aten
 
 
 class Chain:
-    """A chain of known layers."""
+    """A chain of known layers, made in one way for a gradient alone and in another where its change is asked for."""
 
-    def __init__(self, makes: Sequence[Make]) -> None:
-        self._makes = makes
+    def __init__(self, once: Sequence[Make], twice: Sequence[Make]) -> None:
+        self._once, self._twice = once, twice
 
     @classmethod
     def of(cls, module: nn.Module) -> Chain | None:
@@ -51,17 +51,8 @@ class Chain:
         if not _as_it_stands(module):
             return None
         layers = [(name, layer) for name, layer in chain(module) if type(layer) is not nn.Identity]
-        makes: list[Make] = []
-        flat = False
-        while layers:
-            made = _made(layers, not makes, flat)
-            if made is None:
-                return None
-            make, taken = made
-            flat = flat or type(layers[0][1]) is nn.Flatten
-            makes.append(make)
-            layers = layers[taken:]
-        return cls(makes) if flat else None
+        once, twice = (_makes(layers, again) for again in (False, True))
+        return None if once is None or twice is None else cls(once, twice)
 
     def takes(self, params: Params, batch: Batch) -> bool:
         """Whether the derivative on a batch is written out: of images on the CPU, with labels."""
@@ -72,13 +63,13 @@ class Chain:
     @torch.no_grad()
     def pull(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
         """The mean cross-entropy, its pullback (to be called once), and the buffers afterwards."""
-        value, layers, loss, after = self._forward(params, buffers, batch, twice=False)
+        value, layers, loss, after = _forward(self._once, params, buffers, batch)
         return value, partial(_pulled_back, params, layers, loss), after
 
     @torch.no_grad()
     def curve(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
         """The gradient, the Hessian's product (to be called once) and the buffers afterwards."""
-        value, layers, loss, after = self._forward(params, buffers, batch, twice=True)
+        value, layers, loss, after = _forward(self._twice, params, buffers, batch)
         d: Tensor | None = loss.backward(torch.ones_like(value))
         found: Params = {}
         for layer in reversed(layers):
@@ -86,23 +77,24 @@ class Chain:
             d = layer.backward(d, found)
         return {name: found[name] for name in params}, partial(_product, params, layers, loss), after
 
-    def _forward(
-        self, params: Params, buffers: Params, batch: Batch, twice: bool
-    ) -> tuple[Tensor, list[Layer], CrossEntropy, Params]:
-        """The loss, the layers from the lowest that is trained on, the loss's own, and the buffers afterwards."""
-        after = {name: buffer.clone() for name, buffer in buffers.items()}
-        within = Pass(params, after, twice)
-        x, labels = batch
-        layers: list[Layer] = []
-        for make in self._makes:
-            layer = make(within, x)
-            x = layer.forward(x)
-            if not layers:
-                layer.lowest = layer.trains()
-            if layers or layer.lowest:
-                layers.append(layer)
-        loss = CrossEntropy(labels)
-        return loss.forward(x), layers, loss, after
+
+def _forward(
+    makes: Sequence[Make], params: Params, buffers: Params, batch: Batch
+) -> tuple[Tensor, list[Layer], CrossEntropy, Params]:
+    """The loss, the layers from the lowest that is trained on, the loss's own, and the buffers afterwards."""
+    after = {name: buffer.clone() for name, buffer in buffers.items()}
+    within = Pass(params, after)
+    x, labels = batch
+    layers: list[Layer] = []
+    for make in makes:
+        layer = make(within, x)
+        x = layer.forward(x)
+        if not layers:
+            layer.lowest = layer.trains()
+        if layers or layer.lowest:
+            layers.append(layer)
+    loss = CrossEntropy(labels)
+    return loss.forward(x), layers, loss, after
 
 
 @torch.no_grad()
@@ -129,7 +121,22 @@ def _product(params: Params, layers: list[Layer], loss: CrossEntropy, v: Params)
     return {name: found[name] for name in params}
 
 
-def _made(layers: Sequence[tuple[str, nn.Module]], first: bool, flat: bool) -> tuple[Make, int] | None:
+def _makes(layers: Sequence[tuple[str, nn.Module]], twice: bool) -> list[Make] | None:
+    """What makes these layers; None where one of them is not known, or none makes images flat."""
+    makes: list[Make] = []
+    flat = False
+    while layers:
+        made = _made(layers, flat, enters=twice and not makes, twice=twice)
+        if made is None:
+            return None
+        make, taken = made
+        flat = flat or type(layers[0][1]) is nn.Flatten
+        makes.append(make)
+        layers = layers[taken:]
+    return makes if flat else None
+
+
+def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool, enters: bool, twice: bool) -> tuple[Make, int] | None:
     """What makes the first of these layers, and how many of them that is; None where it is not known."""
     (name, layer), kind = layers[0], type(layers[0][1])
     if kind in ACTIVATIONS:
@@ -141,7 +148,7 @@ def _made(layers: Sequence[tuple[str, nn.Module]], first: bool, flat: bool) -> t
     if flat:
         return None
     if type(layer) is nn.Conv2d:
-        return _convolution(layers, first)
+        return _convolution(layers, enters, twice)
     if kind is nn.BatchNorm2d:
         pool = _pool(layers[1:])
         return lambda within, x: Norm(name, layer, within, pool), 1 if pool is None else 2
@@ -152,15 +159,15 @@ def _made(layers: Sequence[tuple[str, nn.Module]], first: bool, flat: bool) -> t
     return None if fixed is None else (lambda within, x: Fixed(*fixed), 1)
 
 
-def _convolution(layers: Sequence[tuple[str, nn.Module]], first: bool) -> tuple[Make, int] | None:
-    """The first of these layers, a convolution; if it is the chain's first, with its normalisation and pooling."""
+def _convolution(layers: Sequence[tuple[str, nn.Module]], enters: bool, twice: bool) -> tuple[Make, int] | None:
+    """The first of these layers, a convolution; where it ``enters``, with its normalisation and pooling if it can."""
     name, layer = layers[0]
     assert isinstance(layer, nn.Conv2d)
     padding = _padding(layer)
     if padding is None:
         return None
     centred = len(layers) > 1 and type(layers[1][1]) is nn.BatchNorm2d
-    if first and centred and entered(layer):
+    if enters and centred and entered(layer):
         (behind, norm), pool = layers[1], _pool(layers[2:])
 
         def enter(within: Pass, x: Tensor) -> Layer:
@@ -169,7 +176,7 @@ def _convolution(layers: Sequence[tuple[str, nn.Module]], first: bool) -> tuple[
         return enter, 2 if pool is None else 3
 
     def make(within: Pass, x: Tensor) -> Layer:
-        kind = Tiles if tiled(layer, padding, x, within.twice) else Convolution
+        kind = Tiles if tiled(layer, padding, x, twice) else Convolution
         return kind(name, layer, within, padding, centred)
 
     return make, 1

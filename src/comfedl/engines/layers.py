@@ -24,14 +24,10 @@ aten = torch.ops.aten
 
 
 class Pass(NamedTuple):
-    """What a pass over one batch works with: the parameters, and the buffers, which it moves.
-
-    ``twice`` tells that the change along a direction will be asked for, too.
-    """
+    """What a pass over one batch works with: the parameters, and the buffers, which it moves."""
 
     params: Params
     buffers: Params
-    twice: bool
 
 
 class Layer(ABC):

@@ -33,6 +33,9 @@ COUNT = len(POINTS) + 1
 # one over the channels. Fitted to 8 to 128 channels and sides of 4 to 48.
 COSTS = {False: (0.7, 0.55), True: (0.55, 0.37)}
 WORTH = 0.95  # tiles are taken below this
+# For a gradient alone only with so many channels: with fewer the gain is small on one thread and none on two that share
+# a processor's multipliers, where short operations beside long products are the better mix.
+MANY = 64
 
 
 class Tiles(Weighted):
@@ -95,9 +98,12 @@ def tiled(layer: nn.Conv2d, padding: list[int], x: Tensor, twice: bool) -> bool:
     sizes = [size + 2 * pad - KERNEL + 1 for size, pad in zip(x.shape[2:], padding, strict=True)]
     if min(sizes) < 1:
         return False
+    fewest = min(layer.weight.shape[:2])
+    if not twice and fewest < MANY:
+        return False
     filled = math.prod(-(-size // TILE) * TILE / size for size in sizes)
     multiplied, moved = COSTS[twice]
-    return filled * (multiplied + moved * max(sizes) / min(layer.weight.shape[:2])) < WORTH
+    return filled * (multiplied + moved * max(sizes) / fewest) < WORTH
 
 
 def there(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
