@@ -33,8 +33,8 @@ COUNT = len(POINTS) + 1
 # one over the channels. Fitted to 8 to 128 channels and sides of 4 to 48.
 COSTS = {False: (0.7, 0.55), True: (0.55, 0.37)}
 WORTH = 0.95  # tiles are taken below this
-# For a gradient alone only with so many channels: with fewer the gain is small on one thread and none on two that share
-# a processor's multipliers, where short operations beside long products are the better mix.
+# For a gradient alone only with so many channels: with fewer the gain is small, and none on two threads that share a
+# processor's multipliers.
 MANY = 64
 
 
