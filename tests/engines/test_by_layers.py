@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -179,14 +179,15 @@ def chains(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, int, int]]:
     return nn.Sequential(nn.Sequential(*layers), *head, nn.Linear(width, CLASSES)), shape
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(chains(), st.integers(0, 100), st.integers(1, 6), st.booleans(), st.data())
 def test_random_chains(made: Any, seed: int, samples: int, negative: bool, data: st.DataObject) -> None:
     module, shape = made
     module = scattered(module, seed, negative)
     freeze(module, data)
-    # A lone sample of one place has no spread to be divided by: no number is right to 1e-10 there.
-    agrees(module, batch(shape, max(samples, 2) if _normed(module) else samples, seed))
+    with everywhere() if data.draw(st.booleans()) else nullcontext():
+        # A lone sample of one place has no spread to be divided by: no number is right to 1e-10 there.
+        agrees(module, batch(shape, max(samples, 2) if _normed(module) else samples, seed))
 
 
 def freeze(module: nn.Module, data: st.DataObject) -> None:
@@ -284,6 +285,16 @@ def test_the_first_layers_as_one(data: st.DataObject, seed: int, samples: int, n
         agrees(module, (x, y))
 
 
+@pytest.mark.parametrize("kernel", [(3, 1), (1, 3), (1, 1)])
+def test_the_first_layers_as_one_where_patches_share_numbers(kernel: tuple[int, int]) -> None:
+    """Then they can be views of the images, and must not be written on."""
+    first = nn.Conv2d(1, 2, kernel, padding=(kernel[0] // 2, kernel[1] // 2), bias=False)
+    module = nn.Sequential(first, nn.BatchNorm2d(2), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, CLASSES))
+    with everywhere():
+        assert taken(module.double(), batch((1, 6, 5))[0])[0] is Entry
+        agrees(scattered(module, 1), batch((1, 6, 5)))
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.4, 1e-9])
 def test_the_first_layers_as_one_with_scales_of_any_sign(scale: float) -> None:
     module = nn.Sequential(
@@ -326,13 +337,18 @@ def convolved(side: int, channels: int, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("side", "channels", "once", "twice"),
-    [(8, 64, True, True), (16, 32, False, True), (32, 16, False, False), (10, 8, False, False), (2, 64, False, False)],
+    [(8, 64, True, True), (16, 32, False, True), (32, 16, False, False), (12, 8, False, False), (32, 64, False, True)],
 )
 def test_where_tiles_are_taken(side: int, channels: int, once: bool, twice: bool) -> None:
     module, x = convolved(side, channels), torch.zeros(2, channels, side, side)
     module(x)
     for expected, again in ((once, False), (twice, True)):
         assert taken(module, x, again)[0] is (Tiles if expected else Convolution)
+
+
+@pytest.mark.parametrize(("size", "side"), [(1, 1), (2, 2), (3, 3), (5, 5), (7, 4), (14, 5), (16, 4), (28, 4)])
+def test_tiles_are_cut_so_that_they_fit(size: int, side: int) -> None:
+    assert tiles.cut(size) == side
 
 
 @pytest.mark.parametrize("other", [{"stride": 2}, {"dilation": 2}, {"groups": 2}, {"kernel_size": 1}])
@@ -363,6 +379,23 @@ def test_what_lies_otherwise_in_memory(pool: nn.Module, dilation: int) -> None:
     ]
     module = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(3 * (64 if type(pool) is nn.Identity else 4), CLASSES))
     agrees(scattered(module, 4), batch((2, 8, 8)))
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2), nn.Identity()])
+@pytest.mark.parametrize("samples", [1, 4])
+def test_tiles_and_torchs_convolutions_in_turns(pool: nn.Module, samples: int) -> None:
+    """They hand each other images that lie otherwise in memory."""
+    blocks = [
+        nn.Sequential(nn.Conv2d(k, 3, kernel, padding="same"), nn.Tanh(), nn.BatchNorm2d(3))
+        for k, kernel in ((2, 3), (3, 5), (3, 3), (3, 1), (3, 3))
+    ]
+    module = nn.Sequential(*blocks, pool, nn.Flatten(), nn.LazyLinear(CLASSES))
+    x, y = batch((2, 8, 7), samples)
+    module(x.float())
+    module = scattered(module, 4)
+    with everywhere():
+        assert {Tiles, Convolution} <= set(taken(module, x))
+        agrees(module, (x, y))
 
 
 @pytest.mark.parametrize("between", [[nn.Tanh()], [nn.BatchNorm2d(2)], [nn.AdaptiveAvgPool2d(2)]])
@@ -424,11 +457,11 @@ def test_one_layer_for_several_places() -> None:
     agrees(scattered(module, 5), batch((2, 6, 6)))
 
 
-@pytest.mark.parametrize("filters", [2, 32])
-def test_single_precision_is_as_near_as_autograd(filters: int) -> None:
-    """With the plain layers, and with the first ones as one and the others by tiles."""
-    module = scattered(cf.models.cnn4((2, 16, 16), CLASSES, filters=filters), 0)
-    data = batch((2, 16, 16), samples=16)
+@pytest.mark.parametrize(("filters", "side"), [(2, 16), (32, 16), (32, 20)])
+def test_single_precision_is_as_near_as_autograd(filters: int, side: int) -> None:
+    """With the plain layers, and with the first ones as one and the others by tiles of four, and of five."""
+    module = scattered(cf.models.cnn4((2, side, side), CLASSES, filters=filters), 0)
+    data = batch((2, side, side), samples=16)
     kinds = taken(module, data[0])
     assert (Entry in kinds, Tiles in kinds) == (filters == 32, filters == 32)
     v = direction(state(module)["params"])

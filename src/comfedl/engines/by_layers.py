@@ -28,7 +28,7 @@ from comfedl.engines.layers import (
     Parts,
     Pass,
     Pool,
-    places,
+    pooled,
 )
 from comfedl.engines.tiles import Tiles, tiled
 from comfedl.problem import Batch, Params, Pullback
@@ -199,13 +199,8 @@ def _pool(layers: Sequence[tuple[str, nn.Module]]) -> Pool | None:
     layer = layers[0][1] if layers else None
     if type(layer) is not nn.MaxPool2d or layer.return_indices:
         return None
-    shape = [_pair(n) for n in (layer.kernel_size, layer.stride, layer.padding, layer.dilation)]
-
-    def pool(x: Tensor) -> tuple[Tensor, Tensor]:
-        out, index = aten.max_pool2d_with_indices(x, *shape, layer.ceil_mode)
-        return out, places(index, x)
-
-    return pool
+    sizes = [_pair(n) for n in (layer.kernel_size, layer.stride, layer.padding, layer.dilation)]
+    return partial(pooled, sizes=sizes, ceil=layer.ceil_mode)
 
 
 def _fixed(layer: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] | None:

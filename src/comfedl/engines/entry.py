@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from comfedl.engines.layers import Norm, Parts, Pass, Pool, affine, picked, put, wide
+from comfedl.engines.layers import Norm, Parts, Pass, Pool, form, picked, put
 from comfedl.problem import Params
 
 
@@ -28,21 +28,23 @@ class Entry(Norm):
         return super().trains() or any(self.convolution.trained)
 
     def forward(self, x: Tensor) -> Tensor:
-        patches, self.shape = self._patches(x)
+        patches, (height, width, samples) = self._patches(x)
+        self.form = form(torch.Size((samples, len(self.w), height, width)), True)
         mean = patches.mean(dim=1)
         self.patches = patches.sub_(mean[:, None])
-        y = self._images(self.w)
+        y = self._rows(self.w)
         self.by_y = self._sum(y)
-        variance = (_dot(self.w, self.by_y) / patches.shape[1]).clamp_(min=0)
-        self._track(self.w @ mean, variance, patches.shape[1])
+        variance = (_dot(self.w, self.by_y) / len(y)).clamp_(min=0)
+        self._track(self.w @ mean, variance, len(y))
         return self.normed(y, torch.zeros_like(variance), variance)
 
     def backward(self, d: Tensor, found: Params) -> None:
+        d = self.out.rows(d)
         self.by_d = self._sum(put(self.x.zero_(), self.places, d) if self.pool else d)
         if self.pool:
             del self.x  # what is pooled is all that is needed of it
         weight = self.s * _dot(self.w, self.by_d)
-        self.give(found, weight, d.sum(dim=(0, 2, 3)))
+        self.give(found, weight, d.sum(dim=0))
         # y gets k (d - <d> - z <d z>), and [1] is 0.
         self.qs = weight / self.count * self.s
         self.back = torch.addcmul(self.by_d, self.by_y, self.qs[:, None], value=-1)
@@ -51,18 +53,19 @@ class Entry(Norm):
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         (direction, _), (weight, bias) = self.convolution.along(v), self.along(v)
         self.v = direction.flatten(1)
-        self.dx = self._images(self.v)
+        self.dx = self._rows(self.v)
         dat = picked(self.dx, self.places) if self.pool else self.dx
         self.b = self.s * _dot(self.v, self.by_y) / self.count  # z moves by s (dy - b z)
         self.dk = self.s * (weight - self.k * self.b)
-        out = dat * wide(self.k, dat) if bias is None else affine(bias, dat, self.k)
-        return out.addcmul_(self.at, wide(self.dk, out))
+        out = dat * self.k if bias is None else torch.addcmul(bias, dat, self.k)
+        return self.out.images(out.addcmul_(self.at, self.dk))
 
     def backward_along(self, dd: Tensor, found: Params) -> None:
-        moved = self.dx.mul_(wide(-self.qs, self.dx))
+        dd = self.out.rows(dd)
+        moved = self.dx.mul_(-self.qs)
         by_dd = self._sum(put(moved, self.places, dd) if self.pool else moved.add_(dd))
         weight = self.s * (_dot(self.w, by_dd) + _dot(self.v, self.by_d))
-        self.give(found, weight, dd.sum(dim=(0, 2, 3)))
+        self.give(found, weight, dd.sum(dim=0))
         by_y = self.s * (weight / self.count - self.qs * self.b)
         by_dd.addcmul_(self.by_y, by_y[:, None], value=-1).mul_(self.k[:, None])
         self._give(found, by_dd.addcmul_(self.back, self.dk[:, None]))
@@ -77,20 +80,22 @@ class Entry(Norm):
     def _patches(self, x: Tensor) -> tuple[Tensor, torch.Size]:
         """What lies under each weight, [channels * kernel, places], and the places' shape."""
         layer, (samples, channels, height, width), (up, left) = self.convolution.layer, x.shape, self.padding
-        padded = x.new_zeros(channels, samples, height + 2 * up, width + 2 * left)
-        padded[:, :, up : up + height, left : left + width] = x.transpose(0, 1)
+        padded = x.new_zeros(channels, height + 2 * up, width + 2 * left, samples)
+        padded[:, up : up + height, left : left + width] = x.permute(1, 2, 3, 0)
         (tall, broad), (down, across) = layer.dilation, layer.stride
         reach = [step * (size - 1) + 1 for step, size in zip(layer.dilation, layer.kernel_size, strict=True)]
-        windows = padded.unfold(2, reach[0], down).unfold(3, reach[1], across)[..., ::tall, ::broad]
-        return windows.permute(0, 4, 5, 1, 2, 3).reshape(self.w.shape[1], -1), windows.shape[1:4]
+        windows = padded.unfold(1, reach[0], down).unfold(2, reach[1], across)[..., ::tall, ::broad]
+        # A copy always, for it is written on: with a kernel of one column, patches could share their numbers.
+        patches = windows.permute(0, 4, 5, 1, 2, 3).clone(memory_format=torch.contiguous_format)
+        return patches.view(self.w.shape[1], -1), windows.shape[1:4]
 
-    def _images(self, weight: Tensor) -> Tensor:
+    def _rows(self, weight: Tensor) -> Tensor:
         """The convolution of the patches with a weight."""
-        return (self.patches.t() @ weight.t()).view(*self.shape, len(weight)).permute(0, 3, 1, 2)
+        return self.patches.t() @ weight.t()
 
     def _sum(self, t: Tensor) -> Tensor:
         """[t]."""
-        return (self.patches @ t.permute(0, 2, 3, 1).reshape(-1, len(self.w))).t()
+        return (self.patches @ t).t()
 
     def _give(self, found: Params, weight: Tensor) -> None:
         self.convolution.give(found, weight.view_as(self.convolution.weight), torch.zeros_like(self.mean))

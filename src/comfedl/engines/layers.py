@@ -2,14 +2,16 @@
 
 A layer object lives for one pass over one batch. ``forward`` and ``backward`` give the gradient and keep what they saw;
 ``forward_along`` and ``backward_along`` then give the change of both as the parameters move along a direction, which is
-the product of the Hessian with it (Pearlmutter's R-operator). No layer writes on what it is handed, and images have the
-channels last in memory.
+the product of the Hessian with it (Pearlmutter's R-operator).
+
+No layer writes on what it is handed. Images have the channels last in memory, and the samples first or next to them:
+where it tells, a layer brings what it is handed into the order of what it has kept.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -95,22 +97,20 @@ class Convolution(Weighted):
         self.centred = centred
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = x
-        return self._apply(x, self.weight, self.bias)
+        self.x = last(x)
+        return self._apply(self.x, self.weight, self.bias)
 
     def backward(self, d: Tensor, found: Params) -> Tensor | None:
-        self.d = d
-        return self._pulled(d, found)
+        self.d = last(d)
+        return self._pulled(self.d, found)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
-        self.dx, (self.v, bias) = dx, self.along(v)
-        bias = None if self.centred else bias
-        if dx is None:
-            return self._apply(self.x, self.v, bias)
-        return self._apply(self.x, self.v, bias).add_(self._apply(dx, self.weight, None))
+        self.dx, (self.v, bias) = None if dx is None else last(dx), self.along(v)
+        out = self._apply(self.x, self.v, None if self.centred else bias)
+        return out if self.dx is None else out.add_(self._apply(self.dx, self.weight, None))
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
-        out = self._pulled(dd, found)
+        out = self._pulled(last(dd), found)
         if self.dx is None:
             return out
         # The weight's part is linear in x, the input's in the weight: one call gives how both move with these.
@@ -160,7 +160,7 @@ class Norm(Weighted):
 
     Let <.> be the mean over all but the channels, s the inverse deviation of x, and z = s (x - <x>). The output is
     weight z + bias, at each window's largest if it is pooled. Channel by channel all is linear in x and in what comes
-    back to the pooled places, so that what only these need is never computed at the others.
+    back to the pooled places, so that what only these need is never computed at the others. All is in rows.
     """
 
     def __init__(self, name: str, layer: nn.Module, within: Pass, pool: Pool | None) -> None:
@@ -170,46 +170,49 @@ class Norm(Weighted):
         self.batches = within.buffers.get(named(name, "num_batches_tracked"))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.form = Form.of(x)
+        x = self.form.rows(x)
         mean, variance = aten.batch_norm_update_stats(x, *self.running, self.share())
         return self.normed(x, mean, variance)
 
     def normed(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """The output, from the statistics of x."""
-        self.x, self.mean, self.count = x, mean, x.numel() // x.shape[1]
+        """The output, from the rows of x and their statistics."""
+        self.x, self.mean, self.count = x, mean, len(x)
         self.s = (variance + self.layer.eps).rsqrt_()
         if self.weight is None:
             self.weight = torch.ones_like(self.s)
         self.k = self.weight * self.s
         shift = -self.k * self.mean if self.bias is None else self.bias - self.k * self.mean
         if self.pool is None:
-            self.at = x
+            self.at, self.out = x, self.form
         elif bool((self.weight > 0).all()):  # the largest of x is the largest of the output
-            self.at, self.places = self.pool(x)
+            self.at, self.places, self.out = self.pool(x, self.form)
         else:
-            self.places = self.pool(affine(shift, x, self.k))[1]
+            _, self.places, self.out = self.pool(torch.addcmul(shift, x, self.k), self.form)
             self.at = picked(x, self.places)
-        return affine(shift, self.at, self.k)
+        return self.out.images(torch.addcmul(shift, self.at, self.k))
 
     def backward(self, d: Tensor, found: Params) -> Tensor | None:
-        self.d = d
-        weight, bias = _sums(d, self.at, self.mean, self.s)
+        self.d = self.out.rows(d)
+        weight, bias = _sums(self.d, self.at, self.mean, self.s)
         self.give(found, weight, bias)
         self.q, self.r = weight / self.count, bias / self.count
         # x gets k (d - <d> - z <d z>).
-        return None if self.lowest else self._spread(d * wide(self.k, d), -self.k * self.r, -self.k * self.q)
+        return None if self.lowest else self._spread(self.d * self.k, -self.k * self.r, -self.k * self.q)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
-        self.dx = torch.zeros_like(self.x) if dx is None else dx
+        self.dx = torch.zeros_like(self.x) if dx is None else self.form.rows(dx)
         self.dat = self.dx if self.pool is None else picked(self.dx, self.places)
         by_z, by_1 = _sums(self.dx, self.x, self.mean, self.s)
         self.a, self.b = by_1 / self.count, by_z / self.count  # z moves by s (dx - a - b z)
         weight, bias = self.along(v)
         self.dk = self.s * (weight - self.k * self.b)
         shift = -self.k * self.a - self.dk * self.mean
-        out = affine(shift if bias is None else shift + bias, self.dat, self.k)
-        return out.addcmul_(self.at, wide(self.dk, out))
+        out = torch.addcmul(shift if bias is None else shift + bias, self.dat, self.k)
+        return self.out.images(out.addcmul_(self.at, self.dk))
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
+        dd = self.out.rows(dd)
         weight, bias = _sums(dd, self.at, self.mean, self.s)
         weight += _sums(self.d, self.dat, self.a, self.s)[0] - self.s * self.b * self.q * self.count
         self.give(found, weight, bias)
@@ -217,16 +220,16 @@ class Norm(Weighted):
             return None
         k, dk, dq, dr = self.k, self.dk, weight / self.count, bias / self.count
         h = k * self.q * self.s
-        values = (dd * wide(k, dd)).addcmul_(self.d, wide(dk, dd))
+        values = (dd * k).addcmul_(self.d, dk)
         return self._spread(values, h * self.a - dk * self.r - k * dr, h * self.b - dk * self.q - k * dq, -h)
 
     def _spread(self, values: Tensor, shift: Tensor, by_z: Tensor, by_dx: Tensor | None = None) -> Tensor:
         """``shift + by_z z + by_dx dx`` everywhere, and the values where they were pooled."""
         by_x = by_z * self.s
-        out = affine(shift - by_x * self.mean, self.x, by_x)
+        out = torch.addcmul(shift - by_x * self.mean, self.x, by_x)
         if by_dx is not None:
-            out.addcmul_(self.dx, wide(by_dx, out))
-        return out.add_(values) if self.pool is None else put(out, self.places, values)
+            out.addcmul_(self.dx, by_dx)
+        return self.form.images(out.add_(values) if self.pool is None else put(out, self.places, values))
 
     def share(self) -> float:
         """How far the running statistics move to this batch's, having counted it."""
@@ -244,16 +247,18 @@ class MaxPool(Layer):
         self.pool = pool
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = x
-        out, self.places = self.pool(x)
-        return out
+        self.form = Form.of(x)
+        x = self.form.rows(x)
+        self.shape = x.shape
+        out, self.places, self.out = self.pool(x, self.form)
+        return self.out.images(out)
 
     def backward(self, d: Tensor, found: Params) -> Tensor:
-        return put(torch.zeros_like(self.x), self.places, d)
+        return self.form.images(put(d.new_zeros(self.shape), self.places, self.out.rows(d)))
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         assert dx is not None
-        return picked(dx, self.places)
+        return self.out.images(picked(self.form.rows(dx), self.places))
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor:
         return self.backward(dd, found)
@@ -290,15 +295,15 @@ class Fixed(Layer):
         self.apply, self.transpose = apply, transpose
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = x
-        return self.apply(x)
+        self.x = last(x)
+        return self.apply(self.x)
 
     def backward(self, d: Tensor, found: Params) -> Tensor:
-        return last(self.transpose(d, self.x))
+        return last(self.transpose(last(d), self.x))
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         assert dx is not None
-        return self.apply(dx)
+        return self.apply(last(dx))
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor:
         return self.backward(dd, found)
@@ -329,9 +334,6 @@ class CrossEntropy:
         return moved.mul_(-self.g.sum(dim=1, keepdim=True))
 
 
-Pool = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Max-pooling that also tells where each largest one is (``places``)."""
-
 ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
     nn.ReLU: torch.relu,
     nn.Tanh: torch.tanh,
@@ -347,30 +349,64 @@ def named(name: str, part: str) -> str:
     return f"{name}.{part}" if name else part
 
 
-def _sums(d: Tensor, x: Tensor, mean: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of d s (x - mean) and of d over all but the channels."""
-    mask = [False, True, True]
-    _, by_z, by_1 = aten.native_batch_norm_backward(d, x, s, None, None, mean, s, True, 0.0, mask)
-    return by_z, by_1
+class Form(NamedTuple):
+    """How images lie in memory: samples first, or ``within``, next to the channels, which come last.
+
+    The channels at one place are a row. Features are rows as they are.
+    """
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    within: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Form:
+        """That of some images, or the one to bring them into."""
+        return form(x.shape, x.ndim == 4 and x.permute(WITHIN).is_contiguous())
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The rows of images, which are copied where they lie otherwise."""
+        if x.ndim == 4:
+            x = x.permute(WITHIN if self.within else FIRST)
+        return x.contiguous().view(-1, self.shape[1])
+
+    def images(self, rows: Tensor) -> Tensor:
+        """The images of these rows."""
+        return rows.as_strided(self.shape, self.strides)
 
 
-def affine(shift: Tensor, x: Tensor, factor: Tensor) -> Tensor:
-    """``shift + factor x``, channel by channel."""
-    return torch.addcmul(wide(shift, x), x, wide(factor, x))
+# The order of images' dimensions in memory.
+FIRST, WITHIN = (0, 2, 3, 1), (2, 3, 0, 1)
 
 
-def wide(each: Tensor, like: Tensor) -> Tensor:
-    """A number for each channel, in the shape that goes with [samples, channels, ...]."""
-    return each.view(1, -1, *(1,) * (like.ndim - 2))
+@lru_cache(maxsize=64)
+def form(shape: torch.Size, within: bool) -> Form:
+    """The form of images of a shape."""
+    samples, channels, height, width = (*shape, 1, 1)[:4]
+    if within:
+        strides = channels, 1, width * samples * channels, samples * channels
+    else:
+        strides = height * width * channels, 1, width * channels, channels
+    return Form(shape, strides[: len(shape)], within)
 
 
-def places(index: Tensor, like: Tensor) -> Tensor:
-    """Where each largest is among all of the images' numbers, from its place in its plane."""
-    return torch.add(_planes(like.shape), index, alpha=like.shape[1])
+Pool = Callable[[Tensor, Form], tuple[Tensor, Tensor, Form]]
+"""Max-pooling of images' rows: those of each window's largest, the places of these among all numbers, and the form."""
+
+
+def pooled(x: Tensor, laid: Form, sizes: Sequence[Sequence[int]], ceil: bool) -> tuple[Tensor, Tensor, Form]:
+    """A ``Pool``, but for the sizes that torch wants."""
+    samples, channels, height, width = laid.shape
+    # With the samples within, the channels of all are as those of one.
+    whole = form(torch.Size((1, samples * channels, height, width)), False) if laid.within else laid
+    out, index = aten.max_pool2d_with_indices(whole.images(x), *sizes, ceil)
+    at = torch.add(_firsts(whole.shape), index, alpha=whole.shape[1])
+    out, at = (part.permute(FIRST).reshape(-1, channels) for part in (out, at))
+    return out, at, form(torch.Size((samples, channels, *index.shape[2:])), laid.within)
 
 
 @lru_cache(maxsize=16)
-def _planes(shape: torch.Size) -> Tensor:
+def _firsts(shape: torch.Size) -> Tensor:
     """Where each plane begins, [samples, channels, 1, 1]."""
     samples, channels, height, width = shape
     firsts = torch.arange(samples, device="cpu") * (channels * height * width)
@@ -379,22 +415,20 @@ def _planes(shape: torch.Size) -> Tensor:
 
 def picked(x: Tensor, at: Tensor) -> Tensor:
     """What x has at these places."""
-    samples, channels, height, width = at.shape
-    found = _flat(x).index_select(0, _flat(at))
-    return found.view(samples, height, width, channels).permute(0, 3, 1, 2)
+    return x.view(-1).index_select(0, at.view(-1)).view(at.shape)
 
 
 def put(out: Tensor, at: Tensor, values: Tensor) -> Tensor:
     """``out`` with the values added at these places."""
-    # Torch may lay images of one pixel out otherwise; then, and then alone, this is a copy.
-    laid = out.permute(0, 2, 3, 1).contiguous()
-    laid.view(-1).scatter_add_(0, _flat(at), _flat(values))
-    return laid.permute(0, 3, 1, 2)
+    out.view(-1).scatter_add_(0, at.view(-1), values.view(-1))
+    return out
 
 
-def _flat(x: Tensor) -> Tensor:
-    """All numbers of images, as they lie in memory: with one index torch picks and puts twice as fast."""
-    return x.permute(0, 2, 3, 1).reshape(-1)
+def _sums(d: Tensor, x: Tensor, mean: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of d s (x - mean) and of d over all rows."""
+    mask = [False, True, True]
+    _, by_z, by_1 = aten.native_batch_norm_backward(d, x, s, None, None, mean, s, True, 0.0, mask)
+    return by_z, by_1
 
 
 def last(x: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """Convolutions of three by three by tiles, with a quarter of the multiplications (Winograd's minimal filtering).
 
-The output is cut into tiles of four by four. Along one axis, a tile's four sums of three products are coefficients of a
-product of polynomials, and its values at six points fix them. So images, kernels and what comes back are taken to their
-values at these points, are multiplied there, channels with channels, and the product is taken back. The derivatives of
-a convolution are products of the same values: with the ways to the points paid once, the six convolutions of a
-Hessian's product have no more ways to go than the three of a gradient.
+The output is cut into tiles, of four by four where they fit. Along one axis, a tile's four sums of three products are
+coefficients of a product of polynomials, and its values at six points fix them. So images, kernels and what comes back
+are taken to their values at these points, are multiplied there, channels with channels, and the product is taken back.
+The derivatives of a convolution are products of the same values: with the ways to the points paid once, the six
+convolutions of a Hessian's product have no more ways to go than the three of a gradient. Images come out with the
+samples next to the channels in memory, which is how they are wanted by the next such layer.
 
 A way is a matrix for each axis, with the padding in it, and its transpose is the way of the derivative. All is exact
 but for rounding.
@@ -13,24 +14,25 @@ but for rounding.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from comfedl.engines.layers import Pass, Weighted, last, wide
+from comfedl.engines.layers import WITHIN, Pass, Weighted
 from comfedl.problem import Params
 
 KERNEL = 3
-TILE = 4
-# Where polynomials are taken; the last point is infinity. These round less than others of their number.
-POINTS = (0.0, 1.0, -1.0, 0.5, -2.0)
-COUNT = len(POINTS) + 1
-# The time by tiles that fill the images over that of torch's convolution, for a gradient alone and for one with a
-# Hessian's product: a part for the products, and one for the ways, which counts for each pixel of a side and goes with
-# one over the channels. Fitted to 8 to 128 channels and sides of 4 to 48.
+# Where polynomials are taken, for a tile of n the first n + 1 and infinity: the first of these round less than most
+# others of their number, and with more of them rounding would tell.
+POINTS = (0.0, 1.0, -1.0, 0.5, -2.0, -0.5)
+# The time by tiles of four over that of torch's convolution, for a gradient alone and for one with a Hessian's product:
+# a part for the products, and one for the ways, which counts for each pixel of a side and goes with one over the
+# channels. A little above what ``benchmarks.tiles`` finds to fit best: where it is close, convolutions stay torch's.
 COSTS = {False: (0.7, 0.55), True: (0.55, 0.37)}
 WORTH = 0.95  # tiles are taken below this
 # For a gradient alone only with so many channels: with fewer the gain is small, and none on two threads that share a
@@ -46,45 +48,48 @@ class Tiles(Weighted):
         self.padding, self.centred = padding, centred
 
     def forward(self, x: Tensor) -> Tensor:
-        ways = [way(size, padding, x.dtype) for size, padding in zip(x.shape[2:], self.padding, strict=True)]
-        (self.images, self.outputs), self.samples = zip(*ways, strict=True), len(x)
-        self.x, self.w = there(x, *self.images), self._kernels(self.weight)
+        height, width = x.shape[2:]
+        self.images, self.outputs, self.kernels = ways(height, width, *self.padding, x.dtype)
+        self.x, self.w, self.samples = there(x, self.images), self._kernels(self.weight), len(x)
         return self._result(torch.bmm(self.x, self.w), self.bias)
 
     def backward(self, d: Tensor, found: Params) -> Tensor | None:
-        self.d = there(d, *self.outputs)
+        self.d = there(d, self.outputs)
         self._give(found, torch.bmm(self.x.mT, self.d), d)
-        return None if self.lowest else back(torch.bmm(self.d, self.w.mT), self.samples, *self.images)
+        return None if self.lowest else back(torch.bmm(self.d, self.w.mT), self.samples, self.images)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         weight, bias = self.along(v)
         self.v = self._kernels(weight)
-        y = torch.bmm(self.x, self.v)
-        self.dx = None if dx is None else there(dx, *self.images)
-        return self._result(y if self.dx is None else y.baddbmm_(self.dx, self.w), None if self.centred else bias)
+        if dx is None:
+            self.dx, y = None, torch.bmm(self.x, self.v)
+        else:
+            self.dx = there(dx, self.images)
+            y = torch.bmm(self.dx, self.w).baddbmm_(self.x, self.v)
+        return self._result(y, None if self.centred else bias)
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
-        moved = there(dd, *self.outputs)
+        moved = there(dd, self.outputs)
         weight = torch.bmm(self.x.mT, moved)
         self._give(found, weight if self.dx is None else weight.baddbmm_(self.dx.mT, self.d), dd)
         if self.lowest:
             return None
-        return back(torch.bmm(moved, self.w.mT).baddbmm_(self.d, self.v.mT), self.samples, *self.images)
+        return back(torch.bmm(moved, self.w.mT).baddbmm_(self.d, self.v.mT), self.samples, self.images)
 
     def _kernels(self, weight: Tensor) -> Tensor:
         """A weight's values at the points, [points, channels in, channels out]."""
         outs, ins = weight.shape[:2]
-        values = _square(weight.dtype) @ weight.permute(3, 2, 1, 0).reshape(KERNEL**2, ins * outs)
-        return values.view(COUNT**2, ins, outs)
+        values = self.kernels @ weight.permute(3, 2, 1, 0).reshape(KERNEL**2, ins * outs)
+        return values.view(-1, ins, outs)
 
     def _result(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        out = back(y, self.samples, *self.outputs)
-        return out if bias is None else out.add_(wide(bias, out))
+        out = back(y, self.samples, self.outputs)
+        return out if bias is None else out.add_(bias[:, None, None])
 
     def _give(self, found: Params, values: Tensor, d: Tensor) -> None:
         """Hand over the weight's part, from its values at the points, and the bias's."""
         ins, outs = values.shape[1:]
-        weight = _square(values.dtype).t() @ values.view(COUNT**2, ins * outs)
+        weight = self.kernels.t() @ values.view(-1, ins * outs)
         weight = weight.view(KERNEL, KERNEL, ins, outs).permute(3, 2, 1, 0)
         sums = self.trained[1] and not self.centred
         self.give(found, weight, d.sum(dim=(0, 2, 3)) if sums else d.new_zeros(outs))
@@ -99,64 +104,99 @@ def tiled(layer: nn.Conv2d, padding: list[int], x: Tensor, twice: bool) -> bool:
     if min(sizes) < 1:
         return False
     fewest = min(layer.weight.shape[:2])
-    if not twice and fewest < MANY:
-        return False
-    filled = math.prod(-(-size // TILE) * TILE / size for size in sizes)
+    return (twice or fewest >= MANY) and expected(sizes, fewest, twice) < WORTH
+
+
+def expected(sizes: Sequence[int], channels: int, twice: bool) -> float:
+    """The time by tiles over that of torch's convolution, for an output of these sizes."""
     multiplied, moved = COSTS[twice]
-    return filled * (multiplied + moved * max(sizes) / fewest) < WORTH
+    return filled(sizes) * (multiplied + moved * max(sizes) / channels)
 
 
-def there(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Images' values at the points, [points, tiles * samples, channels]; the points of the width come first."""
+def filled(sizes: Sequence[int]) -> float:
+    """How many values at points there are for each number of an output; one where tiles of four fill it."""
+    return math.prod(-(-size // cut(size)) * (cut(size) + KERNEL - 1) / (1.5 * size) for size in sizes)
+
+
+class Way(NamedTuple):
+    """The way of images to the points, for each axis, [points, tiles, numbers]; with one tile also for both at once."""
+
+    rows: Tensor
+    columns: Tensor
+    whole: Tensor | None
+
+    @classmethod
+    def of(cls, rows: Tensor, columns: Tensor) -> Way:
+        alone = rows.shape[1] == 1 == columns.shape[1]
+        # The points of the width come first, and the numbers of the height.
+        whole = torch.einsum("rh,cw->crhw", rows[:, 0], columns[:, 0]).flatten(2).flatten(0, 1) if alone else None
+        return cls(rows, columns, whole)
+
+
+def there(x: Tensor, way: Way) -> Tensor:
+    """Images' values at the points, [points, tiles * samples, channels]."""
     samples, channels, height, width = x.shape
-    x = x.permute(2, 3, 0, 1).reshape(height, width, samples * channels)
-    x = torch.bmm(columns.expand(height, -1, -1), x).view(height, COUNT, -1).transpose(0, 1)
-    return torch.bmm(rows.expand(COUNT, -1, -1), x).view(COUNT**2, -1, channels)
+    x, (rows, columns, whole) = x.permute(WITHIN), way
+    if whole is not None:
+        return (whole @ x.reshape(height * width, -1)).view(len(whole), samples, channels)
+    x = x.reshape(height, width, samples * channels)
+    x = torch.bmm(columns.flatten(0, 1).expand(height, -1, -1), x).view(height, len(columns), -1).transpose(0, 1)
+    return torch.bmm(rows.flatten(0, 1).expand(len(columns), -1, -1), x).view(len(columns) * len(rows), -1, channels)
 
 
-def back(y: Tensor, samples: int, rows: Tensor, columns: Tensor) -> Tensor:
+def back(y: Tensor, samples: int, way: Way) -> Tensor:
     """The transpose of ``there``."""
-    height = rows.shape[1]
-    x = y.new_empty(height, COUNT, y.numel() // (len(rows) * COUNT))
-    torch.bmm(rows.t().expand(COUNT, -1, -1), y.view(COUNT, len(rows), -1), out=x.transpose(0, 1))
-    x = torch.bmm(columns.t().expand(height, -1, -1), x.view(height, len(columns), -1))
-    return last(x.view(height, columns.shape[1], samples, -1).permute(2, 3, 0, 1))
+    rows, columns, whole = way
+    height, width = rows.shape[2], columns.shape[2]
+    if whole is not None:
+        x = whole.t() @ y.view(len(whole), -1)
+    else:
+        count, rows, columns = len(columns), rows.flatten(0, 1).t(), columns.flatten(0, 1).t()
+        x = y.new_empty(height, count, y.numel() // (rows.shape[1] * count))
+        torch.bmm(rows.expand(count, -1, -1), y.view(count, rows.shape[1], -1), out=x.transpose(0, 1))
+        x = torch.bmm(columns.expand(height, -1, -1), x.view(height, columns.shape[1], -1))
+    return x.view(height, width, samples, -1).permute(WITHIN)
 
 
 @lru_cache(maxsize=64)
-def way(size: int, padding: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The ways of an axis to the points from an image's numbers and from its output's, [points * tiles, numbers]."""
+def ways(height: int, width: int, up: int, left: int, dtype: torch.dtype) -> tuple[Way, Way, Tensor]:
+    """The ways to the points of images of a size, of their outputs, and of kernels, [points, numbers]."""
+    (images, outputs, kernels), others = (axis(*each, dtype) for each in ((height, up), (width, left)))
+    return Way.of(images, others[0]), Way.of(outputs, others[1]), torch.kron(others[2], kernels)
+
+
+def axis(size: int, padding: int, dtype: torch.dtype) -> list[Tensor]:
+    """The ways of one axis."""
     out = size + 2 * padding - KERNEL + 1
-    tiles = -(-out // TILE)
-    images, outputs = np.zeros((COUNT, tiles, tiles * TILE + KERNEL - 1)), np.zeros((COUNT, tiles, tiles * TILE))
+    side = cut(out)
+    count, tiles = side + KERNEL - 1, -(-out // side)
+    images, outputs = np.zeros((count, tiles, tiles * side + KERNEL - 1)), np.zeros((count, tiles, tiles * side))
     for tile in range(tiles):
-        first = tile * TILE
-        images[:, tile, first : first + COUNT] = _of_images()
-        outputs[:, tile, first : first + TILE] = _powers(TILE)
-    parts = images[:, :, padding : padding + size], outputs[:, :, :out]
-    found = [torch.tensor(part.reshape(COUNT * tiles, -1), dtype=dtype, device="cpu") for part in parts]
-    return found[0], found[1]
+        first = tile * side
+        images[:, tile, first : first + count] = _of_images(count)
+        outputs[:, tile, first : first + side] = _powers(count, side)
+    found = images[:, :, padding : padding + size], outputs[:, :, :out], _powers(count, KERNEL)
+    return [torch.tensor(part, dtype=dtype, device="cpu") for part in found]
 
 
-@lru_cache(maxsize=8)
-def _square(dtype: torch.dtype) -> Tensor:
-    """The way of kernels to the points, for both axes at once."""
-    return torch.tensor(np.kron(_powers(KERNEL), _powers(KERNEL)), dtype=dtype, device="cpu")
+def cut(size: int) -> int:
+    """The side of the tiles that cover so many numbers with the fewest values at points."""
+    return min(range(1, len(POINTS)), key=lambda side: -(-size // side) * (side + KERNEL - 1))
 
 
-def _powers(length: int) -> NDArray[np.float64]:
-    """The values at the points of the polynomials 1, x, x^2, ...; at infinity, of the leading coefficient."""
-    values = np.zeros((COUNT, length))
-    values[:-1] = np.power.outer(np.array(POINTS), np.arange(length))
+def _powers(count: int, length: int) -> NDArray[np.float64]:
+    """The values at so many points of the polynomials 1, x, x^2, ...; at infinity, of the leading coefficient."""
+    values = np.zeros((count, length))
+    values[:-1] = np.power.outer(np.array(POINTS[: count - 1]), np.arange(length))
     values[-1, -1] = 1.0
     return values
 
 
-def _of_images() -> NDArray[np.float64]:
+def _of_images(count: int) -> NDArray[np.float64]:
     """Lagrange's polynomials of the points, coefficient by coefficient, and the one that is zero at all of them."""
-    found = np.zeros((COUNT, COUNT))
-    for i, point in enumerate(POINTS):
-        others = np.array([p for p in POINTS if p != point])
+    found, points = np.zeros((count, count)), POINTS[: count - 1]
+    for i, point in enumerate(points):
+        others = np.array([p for p in points if p != point])
         found[i, :-1] = np.poly(others)[::-1] / np.prod(point - others)
-    found[-1] = np.poly(POINTS)[::-1]
+    found[-1] = np.poly(points)[::-1]
     return found
