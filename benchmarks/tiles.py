@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from benchmarks.peers.report import machine, told, write_found
 from comfedl.engines import memory, tiles
-from comfedl.engines.layers import Convolution, Pass, last
+from comfedl.engines.layers import Convolution, Pass
+from comfedl.engines.rows import WITHIN, last
 from comfedl.engines.tiles import Tiles
 from comfedl.problem import Params
 
@@ -53,7 +54,7 @@ def measured(ins: int, outs: int, side: int, repeats: int) -> list[float]:
     v = {name: torch.randn_like(part) for name, part in layer.named_parameters()}
     first = [last(torch.randn(SAMPLES, channels, side, side)) for channels in (ins, outs, ins, outs)]
     # As a layer by tiles is handed them by its like.
-    within = [x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1) for x in first]
+    within = [x.permute(WITHIN).contiguous().permute(WITHIN) for x in first]
     turns = []
     for _ in range(repeats + 2):
         direct, tiled = (timed(kind, layer, x, v) for kind, x in zip(KINDS, (first, within), strict=True))

@@ -27,9 +27,8 @@ from comfedl.engines.layers import (
     Norm,
     Parts,
     Pass,
-    Pool,
-    pooled,
 )
+from comfedl.engines.rows import Pool, pooled
 from comfedl.engines.tiles import Tiles, tiled
 from comfedl.problem import Batch, Params, Pullback
 

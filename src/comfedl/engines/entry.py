@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from comfedl.engines.layers import Norm, Parts, Pass, Pool, form, picked, put
+from comfedl.engines.layers import Norm, Parts, Pass
+from comfedl.engines.rows import Pool, form, picked, put
 from comfedl.problem import Params
 
 

@@ -4,15 +4,14 @@ A layer object lives for one pass over one batch. ``forward`` and ``backward`` g
 ``forward_along`` and ``backward_along`` then give the change of both as the parameters move along a direction, which is
 the product of the Hessian with it (Pearlmutter's R-operator).
 
-No layer writes on what it is handed. Images have the channels last in memory, and the samples first or next to them:
-where it tells, a layer brings what it is handed into the order of what it has kept.
+No layer writes on what it is handed. Images lie in memory in one of two orders (``rows.py``): where it tells, a layer
+brings what it is handed into that of what it has kept.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from comfedl.engines.by_hand import BENDS, SLOPES
+from comfedl.engines.rows import Form, Pool, last, picked, put
 from comfedl.problem import Params
 
 aten = torch.ops.aten
@@ -349,88 +349,8 @@ def named(name: str, part: str) -> str:
     return f"{name}.{part}" if name else part
 
 
-class Form(NamedTuple):
-    """How images lie in memory: samples first, or ``within``, next to the channels, which come last.
-
-    The channels at one place are a row. Features are rows as they are.
-    """
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    within: bool
-
-    @classmethod
-    def of(cls, x: Tensor) -> Form:
-        """That of some images, or the one to bring them into."""
-        return form(x.shape, x.ndim == 4 and x.permute(WITHIN).is_contiguous())
-
-    def rows(self, x: Tensor) -> Tensor:
-        """The rows of images, which are copied where they lie otherwise."""
-        if x.ndim == 4:
-            x = x.permute(WITHIN if self.within else FIRST)
-        return x.contiguous().view(-1, self.shape[1])
-
-    def images(self, rows: Tensor) -> Tensor:
-        """The images of these rows."""
-        return rows.as_strided(self.shape, self.strides)
-
-
-# The order of images' dimensions in memory.
-FIRST, WITHIN = (0, 2, 3, 1), (2, 3, 0, 1)
-
-
-@lru_cache(maxsize=64)
-def form(shape: torch.Size, within: bool) -> Form:
-    """The form of images of a shape."""
-    samples, channels, height, width = (*shape, 1, 1)[:4]
-    if within:
-        strides = channels, 1, width * samples * channels, samples * channels
-    else:
-        strides = height * width * channels, 1, width * channels, channels
-    return Form(shape, strides[: len(shape)], within)
-
-
-Pool = Callable[[Tensor, Form], tuple[Tensor, Tensor, Form]]
-"""Max-pooling of images' rows: those of each window's largest, the places of these among all numbers, and the form."""
-
-
-def pooled(x: Tensor, laid: Form, sizes: Sequence[Sequence[int]], ceil: bool) -> tuple[Tensor, Tensor, Form]:
-    """A ``Pool``, but for the sizes that torch wants."""
-    samples, channels, height, width = laid.shape
-    # With the samples within, the channels of all are as those of one.
-    whole = form(torch.Size((1, samples * channels, height, width)), False) if laid.within else laid
-    out, index = aten.max_pool2d_with_indices(whole.images(x), *sizes, ceil)
-    at = torch.add(_firsts(whole.shape), index, alpha=whole.shape[1])
-    out, at = (part.permute(FIRST).reshape(-1, channels) for part in (out, at))
-    return out, at, form(torch.Size((samples, channels, *index.shape[2:])), laid.within)
-
-
-@lru_cache(maxsize=16)
-def _firsts(shape: torch.Size) -> Tensor:
-    """Where each plane begins, [samples, channels, 1, 1]."""
-    samples, channels, height, width = shape
-    firsts = torch.arange(samples, device="cpu") * (channels * height * width)
-    return (firsts.view(-1, 1) + torch.arange(channels, device="cpu")).view(samples, channels, 1, 1)
-
-
-def picked(x: Tensor, at: Tensor) -> Tensor:
-    """What x has at these places."""
-    return x.view(-1).index_select(0, at.view(-1)).view(at.shape)
-
-
-def put(out: Tensor, at: Tensor, values: Tensor) -> Tensor:
-    """``out`` with the values added at these places."""
-    out.view(-1).scatter_add_(0, at.view(-1), values.view(-1))
-    return out
-
-
 def _sums(d: Tensor, x: Tensor, mean: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """The sums of d s (x - mean) and of d over all rows."""
     mask = [False, True, True]
     _, by_z, by_1 = aten.native_batch_norm_backward(d, x, s, None, None, mean, s, True, 0.0, mask)
     return by_z, by_1
-
-
-def last(x: Tensor) -> Tensor:
-    """Images with the channels last in memory, which some of torch's kernels do not keep."""
-    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x

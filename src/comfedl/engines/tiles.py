@@ -23,7 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from comfedl.engines.layers import WITHIN, Pass, Weighted
+from comfedl.engines.layers import Pass, Weighted
+from comfedl.engines.rows import WITHIN
 from comfedl.problem import Params
 
 KERNEL = 3

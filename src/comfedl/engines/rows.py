@@ -1,0 +1,93 @@
+"""How images lie in memory, and pooling them there.
+
+The channels come last. The samples are first, as torch's kernels want it, or next to the channels, as tiles do. To what
+works channel by channel it is the same: the channels at one place are a row, and images are as many rows as they have
+places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+# The order of images' dimensions in memory.
+FIRST, WITHIN = (0, 2, 3, 1), (2, 3, 0, 1)
+
+
+class Form(NamedTuple):
+    """How images of a shape lie in memory, the samples ``within`` or first. Features are rows as they are."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    within: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Form:
+        """That of some images, or the one to bring them into."""
+        return form(x.shape, x.ndim == 4 and x.permute(WITHIN).is_contiguous())
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The rows of images, which are copied where they lie otherwise."""
+        if x.ndim == 4:
+            x = x.permute(WITHIN if self.within else FIRST)
+        return x.contiguous().view(-1, self.shape[1])
+
+    def images(self, rows: Tensor) -> Tensor:
+        """The images of these rows."""
+        return rows.as_strided(self.shape, self.strides)
+
+
+@lru_cache(maxsize=64)
+def form(shape: torch.Size, within: bool) -> Form:
+    """The form of images of a shape."""
+    samples, channels, height, width = (*shape, 1, 1)[:4]
+    if within:
+        strides = channels, 1, width * samples * channels, samples * channels
+    else:
+        strides = height * width * channels, 1, width * channels, channels
+    return Form(shape, strides[: len(shape)], within)
+
+
+Pool = Callable[[Tensor, Form], tuple[Tensor, Tensor, Form]]
+"""Max-pooling of images' rows: those of each window's largest, the places of these among all numbers, and the form."""
+
+
+def pooled(x: Tensor, laid: Form, sizes: Sequence[Sequence[int]], ceil: bool) -> tuple[Tensor, Tensor, Form]:
+    """A ``Pool``, but for the sizes that torch wants."""
+    samples, channels, height, width = laid.shape
+    # With the samples within, the channels of all are as those of one.
+    whole = form(torch.Size((1, samples * channels, height, width)), False) if laid.within else laid
+    out, index = aten.max_pool2d_with_indices(whole.images(x), *sizes, ceil)
+    at = torch.add(_firsts(whole.shape), index, alpha=whole.shape[1])
+    out, at = (part.permute(FIRST).reshape(-1, channels) for part in (out, at))
+    return out, at, form(torch.Size((samples, channels, *index.shape[2:])), laid.within)
+
+
+@lru_cache(maxsize=16)
+def _firsts(shape: torch.Size) -> Tensor:
+    """Where each plane begins, [samples, channels, 1, 1]."""
+    samples, channels, height, width = shape
+    firsts = torch.arange(samples, device="cpu") * (channels * height * width)
+    return (firsts.view(-1, 1) + torch.arange(channels, device="cpu")).view(samples, channels, 1, 1)
+
+
+def picked(x: Tensor, at: Tensor) -> Tensor:
+    """What x has at these places."""
+    return x.view(-1).index_select(0, at.view(-1)).view(at.shape)
+
+
+def put(out: Tensor, at: Tensor, values: Tensor) -> Tensor:
+    """``out`` with the values added at these places."""
+    out.view(-1).scatter_add_(0, at.view(-1), values.view(-1))
+    return out
+
+
+def last(x: Tensor) -> Tensor:
+    """Images with the channels last in memory, which some of torch's kernels do not keep."""
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
