@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import comfedl as cf
-from comfedl.engines import by_layers, tiles
+from comfedl.engines import by_layers, rows, tiles
 from comfedl.engines.by_layers import Chain
 from comfedl.engines.convolution import ChannelsLast, laid_out
 from comfedl.engines.dense import Dense
 from comfedl.engines.entry import Entry
-from comfedl.engines.layers import Convolution, Layer
+from comfedl.engines.layers import Convolution, Layer, Norm
 from comfedl.engines.replies import stacked
+from comfedl.engines.rows import Form
 from comfedl.engines.tiles import Tiles
 from comfedl.problem import Adapt, Adapted, Batch, Learner, LocalLoss, Model, Params, gradient, pull
 from comfedl.stateless import Stateless
@@ -210,20 +211,24 @@ def everywhere() -> Iterator[None]:
     with (
         mock.patch.object(tiles, "WORTH", math.inf),
         mock.patch.object(tiles, "MANY", 0),
-        mock.patch.object(by_layers, "entered", lambda layer: layer.groups == 1),
+        mock.patch.object(by_layers, "entered", lambda layer, twice: layer.groups == 1),
     ):
         yield
 
 
 def taken(module: nn.Module, x: Tensor, twice: bool = True) -> list[type[Layer]]:
     """The kinds of layers of a pass."""
-    chain, model = Chain.of(module), state(module)
+    return [type(layer) for layer in passed(module, x, twice)]
+
+
+def passed(module: nn.Module, x: Tensor, twice: bool = True) -> list[Layer]:
+    """The layers of a pass, after it."""
+    chain, model = ChannelsLast(Learner(copy.deepcopy(module), functional.cross_entropy))._chain, state(module)
     assert chain is not None
     labels = torch.zeros(len(x), dtype=torch.long)
     with torch.no_grad():
         makes = chain._twice if twice else chain._once
-        layers = by_layers._forward(makes, model["params"], model["buffers"], (x, labels))[1]
-    return [type(layer) for layer in layers]
+        return by_layers._forward(makes, model["params"], model["buffers"], (x, labels))[1]
 
 
 @settings(max_examples=40, deadline=None)
@@ -259,7 +264,7 @@ def _before(layers: list[nn.Module], size: list[int]) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(0, 100), st.integers(2, 5), st.booleans())
 def test_the_first_layers_as_one(data: st.DataObject, seed: int, samples: int, negative: bool) -> None:
-    """Any kernel, stride, dilation and padding, with and without pooling, scales and running statistics."""
+    """Any kernel, stride, dilation, padding and pooling, with and without scales and running statistics."""
     draw, shape = data.draw, (data.draw(st.integers(1, 3)), data.draw(st.integers(5, 9)), data.draw(st.integers(5, 9)))
     pairs = st.tuples(st.integers(1, 2), st.integers(1, 2))
     convolution = nn.Conv2d(
@@ -273,7 +278,7 @@ def test_the_first_layers_as_one(data: st.DataObject, seed: int, samples: int, n
     )
     momentum = draw(st.sampled_from([0.1, 0.4, None]))
     norm = nn.BatchNorm2d(convolution.out_channels, 1e-3, momentum, draw(st.booleans()), draw(st.booleans()))
-    pool = draw(st.sampled_from([nn.Identity(), nn.MaxPool2d(2, 1, padding=1), nn.MaxPool2d(1, 2)]))
+    pool = draw(st.sampled_from([nn.MaxPool2d(2, ceil_mode=True), nn.MaxPool2d(2, 1, padding=1), nn.MaxPool2d(1, 2)]))
     below = nn.Sequential(convolution, norm, pool, nn.Tanh(), nn.Flatten())
     width = below(torch.zeros(2, *shape)).shape[1]
     module = scattered(nn.Sequential(below, nn.Linear(width, CLASSES)), seed, negative)
@@ -281,18 +286,29 @@ def test_the_first_layers_as_one(data: st.DataObject, seed: int, samples: int, n
     x, y = batch(shape, samples, seed)
     with everywhere():
         trained = any(part.requires_grad for part in module[0].parameters())
-        assert (Entry in taken(module, x)) == trained
+        assert all((Entry in taken(module, x, twice)) == trained for twice in (False, True))
         agrees(module, (x, y))
 
 
-@pytest.mark.parametrize("kernel", [(3, 1), (1, 3), (1, 1)])
-def test_the_first_layers_as_one_where_patches_share_numbers(kernel: tuple[int, int]) -> None:
-    """Then they can be views of the images, and must not be written on."""
-    first = nn.Conv2d(1, 2, kernel, padding=(kernel[0] // 2, kernel[1] // 2), bias=False)
-    module = nn.Sequential(first, nn.BatchNorm2d(2), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, CLASSES))
+@pytest.mark.parametrize(("kernel", "size"), [((3, 1), (6, 5)), ((1, 3), (1, 9))])
+def test_the_first_layers_as_one_where_patches_share_numbers(kernel: tuple[int, int], size: tuple[int, int]) -> None:
+    """Then they could be a view, and what is written on one would be on others."""
+    first = nn.Conv2d(1, 2, kernel, padding=(kernel[0] // 2, 0), bias=False)
+    module = nn.Sequential(first, nn.BatchNorm2d(2), nn.MaxPool2d((1, 2)), nn.Flatten(), nn.LazyLinear(CLASSES))
+    data = batch((1, *size))
+    module(data[0].float())
     with everywhere():
-        assert taken(module.double(), batch((1, 6, 5))[0])[0] is Entry
-        agrees(scattered(module, 1), batch((1, 6, 5)))
+        assert taken(module.double(), data[0])[0] is Entry
+        agrees(scattered(module, 1), data)
+
+
+@pytest.mark.parametrize(
+    ("channels", "filters", "once", "twice"), [(1, 9, True, True), (2, 18, False, True), (1, 8, False, False)]
+)
+def test_where_the_first_layers_are_one(channels: int, filters: int, once: bool, twice: bool) -> None:
+    module, x = cf.models.cnn4((channels, 9, 8), CLASSES, filters=filters), torch.zeros(2, channels, 9, 8)
+    for expected, again in ((once, False), (twice, True)):
+        assert taken(module, x, again)[0] is (Entry if expected else Convolution)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.4, 1e-9])
@@ -312,14 +328,21 @@ def test_images_far_from_zero_cost_the_first_layers_no_digits() -> None:
     module = scattered(cf.models.cnn4((2, 9, 8), CLASSES, filters=18), 1)
     x, y = batch((2, 9, 8), samples=16)
     x = (x + 300.0).float().double()
+    assert taken(module, x)[0] is Entry
+    nearly(module, (x, y), 1e-3)
+
+
+def nearly(module: nn.Module, data: Batch, share: float) -> None:
+    """In single precision the derivatives are those of double precision, to a share of the largest of all numbers."""
     v = direction(state(module)["params"])
-    _, slope, product, _ = plainly(module, state(module), (x, y), v)
+    _, slope, product, _ = plainly(module, state(module), data, v)
     single = copy.deepcopy(module).float()
-    assert taken(single, x.float())[0] is Entry
     learner, model = ChannelsLast(Learner(single, functional.cross_entropy)), state(single)
-    found, times, _ = learner.pull_curved(model["params"], {}, (x.float(), y))
-    close({name: part.double() for name, part in found.items()}, slope, 1e-3)
-    close(times({name: part.float() for name, part in v.items()}), product, 1e-3)
+    params, buffers, given = model["params"], model["buffers"], (data[0].float(), data[1])
+    found, times, _ = learner.pull_curved(params, buffers, given)
+    close(found, slope, share)
+    close(times({name: part.float() for name, part in v.items()}), product, share)
+    close(learner.pull_loss(params, buffers, given)[1](torch.ones(())), slope, share)
 
 
 def close(found: Params, expected: Params, share: float) -> None:
@@ -337,7 +360,16 @@ def convolved(side: int, channels: int, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("side", "channels", "once", "twice"),
-    [(8, 64, True, True), (16, 32, False, True), (32, 16, False, False), (12, 8, False, False), (32, 64, False, True)],
+    [
+        (8, 64, True, True),
+        (16, 32, False, True),
+        (32, 16, False, False),
+        (12, 8, False, False),
+        (10, 8, False, True),
+        (32, 64, False, True),
+        (3, 64, True, True),
+        (2, 64, False, False),
+    ],
 )
 def test_where_tiles_are_taken(side: int, channels: int, once: bool, twice: bool) -> None:
     module, x = convolved(side, channels), torch.zeros(2, channels, side, side)
@@ -398,6 +430,34 @@ def test_tiles_and_torchs_convolutions_in_turns(pool: nn.Module, samples: int) -
         agrees(module, (x, y))
 
 
+def test_images_stay_in_the_order_of_tiles() -> None:
+    """Between two layers by tiles nothing is copied into another order, and it is torch's between its own."""
+    blocks = [
+        nn.Sequential(nn.Conv2d(k, 3, kernel, padding="same"), nn.BatchNorm2d(3), nn.MaxPool2d(2), nn.Tanh())
+        for k, kernel in ((2, 3), (3, 3), (3, 5))
+    ]
+    module = scattered(nn.Sequential(*blocks, nn.Flatten(), nn.Linear(12, CLASSES)), 4)
+    x = laid_out(batch((2, 16, 16))[0])
+    with everywhere():
+        layers = passed(module, x)
+    norms = [(type(layer), layer.form.within) for layer in layers if isinstance(layer, Norm)]
+    assert norms == [(Entry, True), (Norm, True), (Norm, False)]
+    back = next(layer for layer in layers if isinstance(layer, Tiles)).backward(
+        torch.zeros(len(x), 3, 8, 8).double(), {}
+    )
+    assert back is not None
+    assert Form.of(back).within
+
+
+def test_single_precision_of_images_of_one_pixel() -> None:
+    """They lie in either order, and torch has other kernels for single precision."""
+    module = nn.Sequential(
+        nn.Conv2d(2, 64, 3, padding=1), nn.BatchNorm2d(64), nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1)
+    )
+    module = scattered(nn.Sequential(*module, nn.BatchNorm2d(64), nn.Tanh(), nn.Flatten(), nn.Linear(64, CLASSES)), 2)
+    nearly(module, batch((2, 3, 3), samples=16), 2e-5)
+
+
 @pytest.mark.parametrize("between", [[nn.Tanh()], [nn.BatchNorm2d(2)], [nn.AdaptiveAvgPool2d(2)]])
 def test_images_of_one_pixel_that_are_pooled(between: list[nn.Module]) -> None:
     """They lie in memory either way, and torch takes them for the other one."""
@@ -410,11 +470,16 @@ def test_images_of_one_pixel_that_are_pooled(between: list[nn.Module]) -> None:
 
 def test_another_default_device_changes_nothing() -> None:
     module, data = small(), batch((2, 9, 8), samples=11)
-    model = laid_out(state(module))
-    learner = ChannelsLast(Learner(module, functional.cross_entropy))
-    with torch.device("meta"):
-        learner.pull_loss(model["params"], model["buffers"], laid_out(data))[1](torch.ones((), dtype=F64, device="cpu"))
-    agrees(module, data)
+    model, one = laid_out(state(module)), torch.ones((), dtype=F64)
+    v = direction(model["params"])
+    with everywhere():
+        learner = ChannelsLast(Learner(module, functional.cross_entropy))
+        for cache in (tiles.ways, rows._firsts, rows.form):
+            cache.cache_clear()
+        with torch.device("meta"):
+            learner.pull_loss(model["params"], model["buffers"], laid_out(data))[1](one)
+            learner.pull_curved(model["params"], model["buffers"], laid_out(data))[1](v)
+        agrees(module, data)
 
 
 def test_a_lone_sample_counts_twice() -> None:
@@ -464,13 +529,7 @@ def test_single_precision_is_as_near_as_autograd(filters: int, side: int) -> Non
     data = batch((2, side, side), samples=16)
     kinds = taken(module, data[0])
     assert (Entry in kinds, Tiles in kinds) == (filters == 32, filters == 32)
-    v = direction(state(module)["params"])
-    _, slope, product, _ = plainly(module, state(module), data, v)
-    single = copy.deepcopy(module).float()
-    learner, model = ChannelsLast(Learner(single, functional.cross_entropy)), state(single)
-    found, times, _ = learner.pull_curved(model["params"], {}, (data[0].float(), data[1]))
-    close(found, slope, 2e-5)
-    close(times({name: part.float() for name, part in v.items()}), product, 2e-5)
+    nearly(module, data, 2e-5)
 
 
 def hooked() -> nn.Module:

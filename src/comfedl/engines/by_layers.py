@@ -28,7 +28,7 @@ from comfedl.engines.layers import (
     Parts,
     Pass,
 )
-from comfedl.engines.rows import Pool, pooled
+from comfedl.engines.rows import Pool, last, pooled
 from comfedl.engines.tiles import Tiles, tiled
 from comfedl.problem import Batch, Params, Pullback
 
@@ -125,7 +125,7 @@ def _makes(layers: Sequence[tuple[str, nn.Module]], twice: bool) -> list[Make] |
     makes: list[Make] = []
     flat = False
     while layers:
-        made = _made(layers, flat, enters=twice and not makes, twice=twice)
+        made = _made(layers, flat, first=not makes, twice=twice)
         if made is None:
             return None
         make, taken = made
@@ -135,7 +135,7 @@ def _makes(layers: Sequence[tuple[str, nn.Module]], twice: bool) -> list[Make] |
     return makes if flat else None
 
 
-def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool, enters: bool, twice: bool) -> tuple[Make, int] | None:
+def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool, first: bool, twice: bool) -> tuple[Make, int] | None:
     """What makes the first of these layers, and how many of them that is; None where it is not known."""
     (name, layer), kind = layers[0], type(layers[0][1])
     if kind in ACTIVATIONS:
@@ -147,7 +147,7 @@ def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool, enters: bool, twi
     if flat:
         return None
     if type(layer) is nn.Conv2d:
-        return _convolution(layers, enters, twice)
+        return _convolution(layers, first, twice)
     if kind is nn.BatchNorm2d:
         pool = _pool(layers[1:])
         return lambda within, x: Norm(name, layer, within, pool), 1 if pool is None else 2
@@ -158,21 +158,22 @@ def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool, enters: bool, twi
     return None if fixed is None else (lambda within, x: Fixed(*fixed), 1)
 
 
-def _convolution(layers: Sequence[tuple[str, nn.Module]], enters: bool, twice: bool) -> tuple[Make, int] | None:
-    """The first of these layers, a convolution; where it ``enters``, with its normalisation and pooling if it can."""
+def _convolution(layers: Sequence[tuple[str, nn.Module]], first: bool, twice: bool) -> tuple[Make, int] | None:
+    """The first of these layers, a convolution; a chain's ``first`` with its normalisation and pooling if it can."""
     name, layer = layers[0]
     assert isinstance(layer, nn.Conv2d)
     padding = _padding(layer)
     if padding is None:
         return None
     centred = len(layers) > 1 and type(layers[1][1]) is nn.BatchNorm2d
-    if enters and centred and entered(layer):
-        (behind, norm), pool = layers[1], _pool(layers[2:])
+    pool = _pool(layers[2:])
+    if first and centred and pool is not None and entered(layer, twice):
+        behind, norm = layers[1]
 
         def enter(within: Pass, x: Tensor) -> Layer:
             return Entry(Parts(name, layer, within), padding, behind, norm, within, pool)
 
-        return enter, 2 if pool is None else 3
+        return enter, 3
 
     def make(within: Pass, x: Tensor) -> Layer:
         kind = Tiles if tiled(layer, padding, x, twice) else Convolution
@@ -209,10 +210,16 @@ def _fixed(layer: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tens
     if type(layer) is nn.AvgPool2d:
         sizes = [_pair(n) for n in (layer.kernel_size, layer.stride, layer.padding)]
         shape = *sizes, layer.ceil_mode, layer.count_include_pad, layer.divisor_override
-        return lambda x: aten.avg_pool2d(x, *shape), lambda d, x: aten.avg_pool2d_backward(d, x, *shape)
+        return (
+            lambda x: aten.avg_pool2d(last(x), *shape),
+            lambda d, x: aten.avg_pool2d_backward(last(d), last(x), *shape),
+        )
     if type(layer) is nn.AdaptiveAvgPool2d:
         size = layer.output_size
-        return lambda x: functional.adaptive_avg_pool2d(x, size), aten._adaptive_avg_pool2d_backward
+        return (
+            lambda x: functional.adaptive_avg_pool2d(last(x), size),
+            lambda d, x: aten._adaptive_avg_pool2d_backward(last(d), last(x)),
+        )
     return None
 
 

@@ -1,4 +1,4 @@
-"""The first layers of a chain, a convolution and its batch normalisation, as one.
+"""The first layers of a chain, a convolution, its batch normalisation and max-pooling, as one.
 
 Nothing moves below them and nothing is handed further down. Let P be the patch of the images under a place less the
 mean patch, n how many places there are, and [t] the sum of t P over all places, a number for each weight. The output of
@@ -17,10 +17,10 @@ from comfedl.problem import Params
 
 
 class Entry(Norm):
-    """``nn.Conv2d`` without groups, the normalisation behind it, and the pooling behind that if there is one."""
+    """``nn.Conv2d`` without groups, the normalisation behind it, and the pooling behind that."""
 
     def __init__(
-        self, convolution: Parts, padding: list[int], name: str, norm: nn.Module, within: Pass, pool: Pool | None
+        self, convolution: Parts, padding: list[int], name: str, norm: nn.Module, within: Pass, pool: Pool
     ) -> None:
         super().__init__(name, norm, within, pool)
         self.convolution, self.padding, self.w = convolution, padding, convolution.weight.flatten(1)
@@ -41,9 +41,8 @@ class Entry(Norm):
 
     def backward(self, d: Tensor, found: Params) -> None:
         d = self.out.rows(d)
-        self.by_d = self._sum(put(self.x.zero_(), self.places, d) if self.pool else d)
-        if self.pool:
-            del self.x  # what is pooled is all that is needed of it
+        self.by_d = self._sum(put(self.x.zero_(), self.places, d))
+        del self.x  # what is pooled is all that is needed of it
         weight = self.s * _dot(self.w, self.by_d)
         self.give(found, weight, d.sum(dim=0))
         # y gets k (d - <d> - z <d z>), and [1] is 0.
@@ -55,7 +54,7 @@ class Entry(Norm):
         (direction, _), (weight, bias) = self.convolution.along(v), self.along(v)
         self.v = direction.flatten(1)
         self.dx = self._rows(self.v)
-        dat = picked(self.dx, self.places) if self.pool else self.dx
+        dat = picked(self.dx, self.places)
         self.b = self.s * _dot(self.v, self.by_y) / self.count  # z moves by s (dy - b z)
         self.dk = self.s * (weight - self.k * self.b)
         out = dat * self.k if bias is None else torch.addcmul(bias, dat, self.k)
@@ -63,8 +62,7 @@ class Entry(Norm):
 
     def backward_along(self, dd: Tensor, found: Params) -> None:
         dd = self.out.rows(dd)
-        moved = self.dx.mul_(-self.qs)
-        by_dd = self._sum(put(moved, self.places, dd) if self.pool else moved.add_(dd))
+        by_dd = self._sum(put(self.dx.mul_(-self.qs), self.places, dd))
         weight = self.s * (_dot(self.w, by_dd) + _dot(self.v, self.by_d))
         self.give(found, weight, dd.sum(dim=0))
         by_y = self.s * (weight / self.count - self.qs * self.b)
@@ -86,7 +84,7 @@ class Entry(Norm):
         (tall, broad), (down, across) = layer.dilation, layer.stride
         reach = [step * (size - 1) + 1 for step, size in zip(layer.dilation, layer.kernel_size, strict=True)]
         windows = padded.unfold(1, reach[0], down).unfold(2, reach[1], across)[..., ::tall, ::broad]
-        # A copy always, for it is written on: with a kernel of one column, patches could share their numbers.
+        # A copy always, for it is written on: with a kernel of one row or column, patches may share their numbers.
         patches = windows.permute(0, 4, 5, 1, 2, 3).clone(memory_format=torch.contiguous_format)
         return patches.view(self.w.shape[1], -1), windows.shape[1:4]
 
@@ -102,9 +100,13 @@ class Entry(Norm):
         self.convolution.give(found, weight.view_as(self.convolution.weight), torch.zeros_like(self.mean))
 
 
-def entered(layer: nn.Conv2d) -> bool:
-    """Whether a convolution's patches are no more than its output."""
-    return layer.groups == 1 and layer.weight[0].numel() <= layer.out_channels
+def entered(layer: nn.Conv2d, twice: bool) -> bool:
+    """Whether a first convolution is faster for it: its patches are no more than its output, and are of one channel.
+
+    With more channels it is faster where the Hessian's product is asked for, and only there.
+    """
+    few = layer.groups == 1 and layer.weight[0].numel() <= layer.out_channels
+    return few and (twice or layer.in_channels == 1)
 
 
 def _dot(weight: Tensor, sums: Tensor) -> Tensor:

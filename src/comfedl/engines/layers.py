@@ -295,15 +295,15 @@ class Fixed(Layer):
         self.apply, self.transpose = apply, transpose
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = last(x)
-        return self.apply(self.x)
+        self.x = x
+        return self.apply(x)
 
     def backward(self, d: Tensor, found: Params) -> Tensor:
-        return last(self.transpose(last(d), self.x))
+        return self.transpose(d, self.x)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         assert dx is not None
-        return self.apply(last(dx))
+        return self.apply(dx)
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor:
         return self.backward(dd, found)

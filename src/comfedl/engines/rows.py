@@ -89,5 +89,5 @@ def put(out: Tensor, at: Tensor, values: Tensor) -> Tensor:
 
 
 def last(x: Tensor) -> Tensor:
-    """Images with the channels last in memory, which some of torch's kernels do not keep."""
+    """Images with the channels last and the samples first, as torch's kernels want them, and do not all give them."""
     return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x

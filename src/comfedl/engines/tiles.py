@@ -1,11 +1,11 @@
-"""Convolutions of three by three by tiles, with a quarter of the multiplications (Winograd's minimal filtering).
+"""Convolutions of three by three by tiles, with about a quarter of the multiplications (Winograd's minimal filtering).
 
-The output is cut into tiles, of four by four where they fit. Along one axis, a tile's four sums of three products are
-coefficients of a product of polynomials, and its values at six points fix them. So images, kernels and what comes back
-are taken to their values at these points, are multiplied there, channels with channels, and the product is taken back.
-The derivatives of a convolution are products of the same values: with the ways to the points paid once, the six
-convolutions of a Hessian's product have no more ways to go than the three of a gradient. Images come out with the
-samples next to the channels in memory, which is how they are wanted by the next such layer.
+The output is cut into tiles of up to five by five. Let them be of four: along one axis, a tile's four sums of three
+products are coefficients of a product of polynomials, and its values at six points fix them. So images, kernels and
+what comes back are taken to their values at these points, are multiplied there, channels with channels, and the product
+is taken back. The derivatives of a convolution are products of the same values: with the ways to the points paid once,
+the six convolutions of a Hessian's product have no more ways to go than the three of a gradient. Images come out with
+the samples next to the channels in memory, which is how they are wanted by the next such layer.
 
 A way is a matrix for each axis, with the padding in it, and its transpose is the way of the derivative. All is exact
 but for rounding.
@@ -56,7 +56,9 @@ class Tiles(Weighted):
 
     def backward(self, d: Tensor, found: Params) -> Tensor | None:
         self.d = there(d, self.outputs)
-        self._give(found, torch.bmm(self.x.mT, self.d), d)
+        if self.trained[0]:
+            self._give(found, torch.bmm(self.x.mT, self.d))
+        self._give_bias(found, d)
         return None if self.lowest else back(torch.bmm(self.d, self.w.mT), self.samples, self.images)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
@@ -71,8 +73,10 @@ class Tiles(Weighted):
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
         moved = there(dd, self.outputs)
-        weight = torch.bmm(self.x.mT, moved)
-        self._give(found, weight if self.dx is None else weight.baddbmm_(self.dx.mT, self.d), dd)
+        if self.trained[0]:
+            weight = torch.bmm(self.x.mT, moved)
+            self._give(found, weight if self.dx is None else weight.baddbmm_(self.dx.mT, self.d))
+        self._give_bias(found, dd)
         if self.lowest:
             return None
         return back(torch.bmm(moved, self.w.mT).baddbmm_(self.d, self.v.mT), self.samples, self.images)
@@ -87,13 +91,15 @@ class Tiles(Weighted):
         out = back(y, self.samples, self.outputs)
         return out if bias is None else out.add_(bias[:, None, None])
 
-    def _give(self, found: Params, values: Tensor, d: Tensor) -> None:
-        """Hand over the weight's part, from its values at the points, and the bias's."""
+    def _give(self, found: Params, values: Tensor) -> None:
+        """Hand over the weight's part, from its values at the points."""
         ins, outs = values.shape[1:]
         weight = self.kernels.t() @ values.view(-1, ins * outs)
-        weight = weight.view(KERNEL, KERNEL, ins, outs).permute(3, 2, 1, 0)
-        sums = self.trained[1] and not self.centred
-        self.give(found, weight, d.sum(dim=(0, 2, 3)) if sums else d.new_zeros(outs))
+        found[self.names[0]] = weight.view(KERNEL, KERNEL, ins, outs).permute(3, 2, 1, 0)
+
+    def _give_bias(self, found: Params, d: Tensor) -> None:
+        if self.trained[1]:
+            found[self.names[1]] = d.new_zeros(d.shape[1]) if self.centred else d.sum(dim=(0, 2, 3))
 
 
 def tiled(layer: nn.Conv2d, padding: list[int], x: Tensor, twice: bool) -> bool:
@@ -115,7 +121,7 @@ def expected(sizes: Sequence[int], channels: int, twice: bool) -> float:
 
 
 def filled(sizes: Sequence[int]) -> float:
-    """How many values at points there are for each number of an output; one where tiles of four fill it."""
+    """How many values at points an output of these sizes takes, over those of tiles of four that it fills."""
     return math.prod(-(-size // cut(size)) * (cut(size) + KERNEL - 1) / (1.5 * size) for size in sizes)
 
 
