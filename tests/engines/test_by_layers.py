@@ -365,7 +365,7 @@ def convolved(side: int, channels: int, **options: Any) -> nn.Module:
         (16, 32, False, True),
         (32, 16, False, False),
         (12, 8, False, False),
-        (10, 8, False, True),
+        (6, 8, False, False),
         (32, 64, False, True),
         (3, 64, True, True),
         (2, 64, False, False),
@@ -378,7 +378,7 @@ def test_where_tiles_are_taken(side: int, channels: int, once: bool, twice: bool
         assert taken(module, x, again)[0] is (Tiles if expected else Convolution)
 
 
-@pytest.mark.parametrize(("size", "side"), [(1, 1), (2, 2), (3, 3), (5, 5), (7, 4), (14, 5), (16, 4), (28, 4)])
+@pytest.mark.parametrize(("size", "side"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 3), (7, 4), (14, 4), (16, 4)])
 def test_tiles_are_cut_so_that_they_fit(size: int, side: int) -> None:
     assert tiles.cut(size) == side
 
@@ -522,9 +522,9 @@ def test_one_layer_for_several_places() -> None:
     agrees(scattered(module, 5), batch((2, 6, 6)))
 
 
-@pytest.mark.parametrize(("filters", "side"), [(2, 16), (32, 16), (32, 20)])
+@pytest.mark.parametrize(("filters", "side"), [(2, 16), (32, 16), (32, 12)])
 def test_single_precision_is_as_near_as_autograd(filters: int, side: int) -> None:
-    """With the plain layers, and with the first ones as one and the others by tiles of four, and of five."""
+    """With the plain layers, and with the first ones as one and the others by tiles of four, and of three."""
     module = scattered(cf.models.cnn4((2, side, side), CLASSES, filters=filters), 0)
     data = batch((2, side, side), samples=16)
     kinds = taken(module, data[0])
