@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from comfedl.engines.convolution import pooled_first
+from comfedl.engines.convolution import laid_out, plain, pooled_first
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -35,3 +35,16 @@ def test_what_is_watched_stays_where_it_is() -> None:
     module = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2))
     module[0].register_forward_hook(lambda *_: None)
     assert [type(layer) for layer in pooled_first(module)] == [nn.ReLU, nn.MaxPool2d]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("samples", [1, 4])
+def test_images_are_laid_out_as_torch_tells_it(channels: int, samples: int) -> None:
+    """By the strides: a lone channel lies either way, and torch would take its slower kernels for the usual ones."""
+    x = torch.randn(2 + samples, channels, 5, 4)[2:]
+    laid = laid_out({"x": x, "y": torch.arange(3)})
+    assert laid["x"].stride() == (20 * channels, 1, 4 * channels, channels)
+    assert torch.equal(laid["x"], x)
+    if channels == 1:
+        assert laid["x"].data_ptr() == x.data_ptr()
+    assert torch.equal(plain(laid)["x"], x)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from comfedl import tree, twice
 from comfedl.engines.by_layers import Chain
+from comfedl.engines.rows import last
 from comfedl.problem import Batch, Learner, Params, Pullback, paired
 from comfedl.tree import Tree
 
@@ -70,9 +70,7 @@ def _watched(*layers: nn.Module) -> bool:
 
 def laid_out(images: Tree) -> Tree:
     """The tree with every tensor of four dimensions in channels_last."""
-    if images is None:
-        return None
-    return tree.map(lambda x: x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x, images)
+    return None if images is None else tree.map(last, images)
 
 
 def plain(images: Tree) -> Tree:

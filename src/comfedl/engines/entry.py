@@ -15,6 +15,8 @@ from comfedl.engines.layers import Norm, Parts, Pass
 from comfedl.engines.rows import Pool, form, picked, put
 from comfedl.problem import Params
 
+SMALL = 9  # numbers of a patch: three by three of one channel
+
 
 class Entry(Norm):
     """``nn.Conv2d`` without groups, the normalisation behind it, and the pooling behind that."""
@@ -101,12 +103,12 @@ class Entry(Norm):
 
 
 def entered(layer: nn.Conv2d, twice: bool) -> bool:
-    """Whether a first convolution is faster for it: its patches are no more than its output, and are of one channel.
+    """Whether a first convolution is faster for it: its patches are no more than its output, and small.
 
-    With more channels it is faster where the Hessian's product is asked for, and only there.
+    They need not be small where the Hessian's product is asked for (``benchmarks.layers``).
     """
-    few = layer.groups == 1 and layer.weight[0].numel() <= layer.out_channels
-    return few and (twice or layer.in_channels == 1)
+    size = layer.weight[0].numel()
+    return layer.groups == 1 and size <= (layer.out_channels if twice else min(SMALL, layer.out_channels))
 
 
 def _dot(weight: Tensor, sums: Tensor) -> Tensor:

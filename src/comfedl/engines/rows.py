@@ -90,4 +90,10 @@ def put(out: Tensor, at: Tensor, values: Tensor) -> Tensor:
 
 def last(x: Tensor) -> Tensor:
     """Images with the channels last and the samples first, as torch's kernels want them, and do not all give them."""
-    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+    if x.ndim != 4:
+        return x
+    x = x.contiguous(memory_format=torch.channels_last)
+    _, channels, height, width = x.shape
+    if channels == 1:  # lies either way; by its strides torch would take it for the other one, and its slower kernels
+        x = x.as_strided(x.shape, (height * width, 1, width, 1))
+    return x

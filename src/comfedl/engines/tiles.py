@@ -33,7 +33,7 @@ KERNEL = 3
 POINTS = (0.0, 1.0, -1.0, 0.5, -2.0)
 # The time by tiles of four over that of torch's convolution, for a gradient alone and for one with a Hessian's product:
 # a part for the products, and one for the ways, which counts for each pixel of a side and goes with one over the
-# channels. A little above what ``benchmarks.tiles`` finds to fit best: where it is close, convolutions stay torch's.
+# channels. A little above what ``benchmarks.layers`` finds to fit best: where it is close, convolutions stay torch's.
 COSTS = {False: (0.7, 0.55), True: (0.55, 0.37)}
 WORTH = 0.95  # tiles are taken below this
 # For a gradient alone only with so many channels: with fewer the gain is small, and none on two threads that share a
