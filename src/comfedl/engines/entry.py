@@ -1,9 +1,9 @@
 """The first layers of a chain, a convolution, its batch normalisation and max-pooling, as one.
 
-Nothing moves below them and nothing is handed further down. Let P be the patch of the images under a place less the
-mean patch, n how many places there are, and [t] the sum of t P over all places, a number for each weight. The output of
-the convolution less its mean is y = W.P, and the sum of t y over all places is W.[t]: so [y], and one more such sum for
-what comes back, take the place of several passes over the whole output.
+Nothing moves below them and nothing is handed further down. Let P be the patch of the images under a place, <P> the
+mean patch, and [t] the sum of t (P - <P>) over all places, a number for each weight. The output of the convolution is
+y = W.P, its mean W.<P>, and the sum of t (y - <y>) over all places is W.[t]: so [y], and one more such sum for what
+comes back, take the place of several passes over the whole output.
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ class Entry(Norm):
         return super().trains() or any(self.convolution.trained)
 
     def forward(self, x: Tensor) -> Tensor:
-        patches, (height, width, samples) = self._patches(x)
-        self.form = form(torch.Size((samples, len(self.w), height, width)), True)
-        mean = patches.mean(dim=1)
-        self.patches = patches.sub_(mean[:, None])
-        y = self._rows(self.w)
-        self.by_y = self._sum(y)
+        level = x.mean(dim=(0, 2, 3))
+        padded = self._padded(x, level)
+        windows = self._windows(padded)
+        self.form = form(torch.Size((len(x), len(self.w), *windows.shape[1:3])), True)
+        self.patches = windows.permute(0, 4, 5, 1, 2, 3).reshape(self.w.shape[1], -1)
+        self.mean_patch = self._windows(padded.sum(dim=3)).mean(dim=(1, 2)).flatten() / len(x)
+        y, mean = self._rows(self.w), self.w @ self.mean_patch
+        self.by_y = self._sum(y, mean * len(y))
         variance = (_dot(self.w, self.by_y) / len(y)).clamp_(min=0)
-        self._track(self.w @ mean, variance, len(y))
-        return self.normed(y, torch.zeros_like(variance), variance)
+        self._track(mean, level, variance, len(y))
+        return self.normed(y, mean, variance)
 
     def backward(self, d: Tensor, found: Params) -> None:
         d = self.out.rows(d)
-        self.by_d = self._sum(put(self.x.zero_(), self.places, d))
+        bias = d.sum(dim=0)
+        self.by_d = self._sum(put(self.x.zero_(), self.places, d), bias)
         del self.x  # what is pooled is all that is needed of it
         weight = self.s * _dot(self.w, self.by_d)
-        self.give(found, weight, d.sum(dim=0))
+        self.give(found, weight, bias)
         # y gets k (d - <d> - z <d z>), and [1] is 0.
         self.qs = weight / self.count * self.s
         self.back = torch.addcmul(self.by_d, self.by_y, self.qs[:, None], value=-1)
@@ -55,48 +58,51 @@ class Entry(Norm):
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         (direction, _), (weight, bias) = self.convolution.along(v), self.along(v)
         self.v = direction.flatten(1)
-        self.dx = self._rows(self.v)
+        self.dx, self.a = self._rows(self.v), self.v @ self.mean_patch
         dat = picked(self.dx, self.places)
-        self.b = self.s * _dot(self.v, self.by_y) / self.count  # z moves by s (dy - b z)
-        self.dk = self.s * (weight - self.k * self.b)
-        out = dat * self.k if bias is None else torch.addcmul(bias, dat, self.k)
-        return self.out.images(out.addcmul_(self.at, self.dk))
+        self.b = self.s * _dot(self.v, self.by_y) / self.count
+        return self.moved(dat, weight, bias)
 
     def backward_along(self, dd: Tensor, found: Params) -> None:
         dd = self.out.rows(dd)
-        by_dd = self._sum(put(self.dx.mul_(-self.qs), self.places, dd))
+        bias = dd.sum(dim=0)
+        by_dd = self._sum(put(self.dx.mul_(-self.qs), self.places, dd), bias - self.qs * self.a * self.count)
         weight = self.s * (_dot(self.w, by_dd) + _dot(self.v, self.by_d))
-        self.give(found, weight, dd.sum(dim=0))
+        self.give(found, weight, bias)
         by_y = self.s * (weight / self.count - self.qs * self.b)
         by_dd.addcmul_(self.by_y, by_y[:, None], value=-1).mul_(self.k[:, None])
         self._give(found, by_dd.addcmul_(self.back, self.dk[:, None]))
 
-    def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
+    def _track(self, mean: Tensor, level: Tensor, variance: Tensor, count: int) -> None:
         """Move the running statistics by those of this batch."""
         share, bias, (mean_, variance_) = self.share(), self.convolution.bias, self.running
         if mean_ is not None and variance_ is not None:
+            mean = mean + self.convolution.weight.sum(dim=(2, 3)) @ level
             mean_.lerp_(mean if bias is None else mean + bias, share)
             variance_.lerp_(variance * (count / (count - 1)), share)
 
-    def _patches(self, x: Tensor) -> tuple[Tensor, torch.Size]:
-        """What lies under each weight, [channels * kernel, places], and the places' shape."""
-        layer, (samples, channels, height, width), (up, left) = self.convolution.layer, x.shape, self.padding
-        padded = x.new_zeros(channels, height + 2 * up, width + 2 * left, samples)
-        padded[:, up : up + height, left : left + width] = x.permute(1, 2, 3, 0)
+    def _padded(self, x: Tensor, level: Tensor) -> Tensor:
+        """Padded images, [channels, height, width, samples], less their level, of which sums would keep little else."""
+        (samples, _, height, width), (up, left) = x.shape, self.padding
+        level = level.view(-1, 1, 1, 1)
+        padded = (-level).repeat(1, height + 2 * up, width + 2 * left, samples)
+        torch.sub(x.permute(1, 2, 3, 0), level, out=padded[:, up : up + height, left : left + width])
+        return padded
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """What lies under each place, from [channels, height, width, ...]: the kernel's two dimensions come last."""
+        layer = self.convolution.layer
         (tall, broad), (down, across) = layer.dilation, layer.stride
         reach = [step * (size - 1) + 1 for step, size in zip(layer.dilation, layer.kernel_size, strict=True)]
-        windows = padded.unfold(1, reach[0], down).unfold(2, reach[1], across)[..., ::tall, ::broad]
-        # A copy always, for it is written on: with a kernel of one row or column, patches may share their numbers.
-        patches = windows.permute(0, 4, 5, 1, 2, 3).clone(memory_format=torch.contiguous_format)
-        return patches.view(self.w.shape[1], -1), windows.shape[1:4]
+        return x.unfold(1, reach[0], down).unfold(2, reach[1], across)[..., ::tall, ::broad]
 
     def _rows(self, weight: Tensor) -> Tensor:
         """The convolution of the patches with a weight."""
         return self.patches.t() @ weight.t()
 
-    def _sum(self, t: Tensor) -> Tensor:
-        """[t]."""
-        return (self.patches @ t).t()
+    def _sum(self, t: Tensor, total: Tensor) -> Tensor:
+        """[t], with the sum of t."""
+        return torch.addr((self.patches @ t).t(), total, self.mean_patch, alpha=-1)
 
     def _give(self, found: Params, weight: Tensor) -> None:
         self.convolution.give(found, weight.view_as(self.convolution.weight), torch.zeros_like(self.mean))

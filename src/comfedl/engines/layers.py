@@ -204,11 +204,14 @@ class Norm(Weighted):
         self.dx = torch.zeros_like(self.x) if dx is None else self.form.rows(dx)
         self.dat = self.dx if self.pool is None else picked(self.dx, self.places)
         by_z, by_1 = _sums(self.dx, self.x, self.mean, self.s)
-        self.a, self.b = by_1 / self.count, by_z / self.count  # z moves by s (dx - a - b z)
-        weight, bias = self.along(v)
+        self.a, self.b = by_1 / self.count, by_z / self.count
+        return self.moved(self.dat, *self.along(v))
+
+    def moved(self, dat: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The change of the output, from that of x where it is pooled: z moves by s (dx - a - b z)."""
         self.dk = self.s * (weight - self.k * self.b)
         shift = -self.k * self.a - self.dk * self.mean
-        out = torch.addcmul(shift if bias is None else shift + bias, self.dat, self.k)
+        out = torch.addcmul(shift if bias is None else shift + bias, dat, self.k)
         return self.out.images(out.addcmul_(self.at, self.dk))
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
