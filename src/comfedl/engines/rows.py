@@ -64,7 +64,7 @@ def pooled(x: Tensor, laid: Form, sizes: Sequence[Sequence[int]], ceil: bool) ->
     # With the samples within, the channels of all are as those of one.
     whole = form(torch.Size((1, samples * channels, height, width)), False) if laid.within else laid
     out, index = aten.max_pool2d_with_indices(whole.images(x), *sizes, ceil)
-    at = torch.add(_firsts(whole.shape), index, alpha=whole.shape[1])
+    at = torch.add(_firsts(whole.shape), index, alpha=whole.shape[1], out=index)
     out, at = (part.permute(FIRST).reshape(-1, channels) for part in (out, at))
     return out, at, form(torch.Size((samples, channels, *index.shape[2:])), laid.within)
 
