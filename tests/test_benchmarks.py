@@ -82,6 +82,39 @@ def test_ratios_are_taken_turn_by_turn() -> None:
     assert found["pfl"]["cpu_ms"] == 1100.0 and found["ours"]["cpu_ms"] == 200.0
 
 
+def test_works_of_one_name_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    class Fake:
+        def __init__(self, python: Path, peer: str, work: str, plan: driver.Plan) -> None:
+            self.what = work, peer
+
+        def ask(self, order: str | None = None) -> dict[str, float]:
+            if order is None:
+                return {"round_s": 0.5}
+            asked.append(self.what)
+            if self.what == ("W4 exact", "loop") and len(asked) > 4:
+                raise driver.Lost("gone")
+            return {"rounds": int(order.split()[1]), "cpu_s": 3.0 if "exact" in self.what[0] else 2.0, "wall_s": 9.0}
+
+        def stop(self) -> dict[str, float]:
+            return {"peak_mb": 1.0, "start_s": 1.0}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(driver, "Worker", Fake)
+    plan = driver.Plan(repeats=3, seconds=1.0)
+    found = driver.measure(["W4 first", "W4 exact"], ["ours", "loop"], plan, lambda peer: Path(peer))
+    pairs = [(work, peer) for work in ("W4 first", "W4 exact") for peer in ("ours", "loop")]
+    assert asked[:4] == pairs and asked[4:8] == pairs[1:] + pairs[:1]
+    assert sorted(asked[8:]) == sorted(pairs[:3])  # who is lost takes no more turns, and the others go on
+    assert [found["W4 exact"][peer]["status"] for peer in ("ours", "loop")] == ["ok", "failed"]
+    assert [sample["rounds"] for sample in found["W4 exact"]["ours"]["samples"]] == [2, 2, 2]
+    assert "Exact over first order of W4, ours: 1.50 (1.50 to 1.50)." in report.as_markdown(found, MACHINE)
+    assert "Exact over" not in report.as_markdown({"W4 exact": found["W4 exact"]}, MACHINE)
+
+
 def test_less_work_is_told() -> None:
     def did(passes: dict[str, int], moved: float) -> dict[str, object]:
         return {"checks": {"passes": passes, "moved": moved}}
@@ -99,12 +132,12 @@ def test_a_peer_that_cannot_is_named_with_the_reason() -> None:
         return Path(sys.executable)
 
     plan = driver.Plan(repeats=1, seconds=0.01, limit=60)
-    records = driver.measure("W4 first", ["flwr", "fluke"], plan, python)
+    records = driver.measure(["W4 first"], ["flwr", "fluke"], plan, python)["W4 first"]
     assert records["flwr"]["status"] == "lacks" and "no MAML" in records["flwr"]["note"]
     assert records["fluke"]["status"] == "failed" and "no network" in records["fluke"]["note"]
-    records = driver.measure("W0", ["loop"], driver.Plan(limit=0.01), python)
+    records = driver.measure(["W0"], ["loop"], driver.Plan(limit=0.01), python)["W0"]
     assert (records["loop"]["status"], records["loop"]["note"]) == ("late", "no second round in 0.01 s")
-    records = driver.measure("W9", ["lean"], plan, python)  # its process fails
+    records = driver.measure(["W9"], ["lean"], plan, python)["W9"]  # its process fails
     assert records["lean"]["status"] == "failed" and "KeyError: 'W9'" in records["lean"]["note"]
     shown = {"loop": {"status": "late", "samples": [], "note": "no second round in 9 s"}}
     text = report.as_markdown({"W0": {**shown, "pfl": {"status": "failed", "samples": [], "note": "gone"}}}, MACHINE)

@@ -14,6 +14,7 @@ from benchmarks.peers import report, venvs
 from benchmarks.peers.driver import ROOT, Plan, measure
 from benchmarks.peers.roster import PEERS
 
+# Those of one name take turns with one another.
 WORKS = {"W0": ["W0"], "W1": ["W1"], "W2": ["W2"], "W3": ["W3"], "W4": ["W4 first", "W4 exact"]}
 
 
@@ -79,10 +80,10 @@ def main(given: list[str] | None = None) -> int:
         "versions": {},
         "works": {},
     }
-    for work in (name for group in dict.fromkeys(asked.works) for name in WORKS[group]):
-        results["works"][work] = measure(work, list(made), plan, python)
+    for group in dict.fromkeys(asked.works):
+        results["works"] |= measure(WORKS[group], list(made), plan, python)
         results["versions"] = {peer: venvs.versions(peer, asked.venvs) for peer in made if PEERS[peer].requires}
-        report.write(asked.out, results)  # after each workload, so that a stop loses little
+        report.write(asked.out, results)  # after each of them, so that a stop loses little
     print(report.as_markdown(results["works"], results["machine"]))
     if find_spec("matplotlib") is None:
         print("No picture: matplotlib is not installed (pip install 'comfedl[plot]').", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The driver's side: starts the workers of a workload, lets them take turns, and keeps what they say."""
+"""The driver's side: starts the workers, lets them take turns, and keeps what they say."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -103,52 +104,59 @@ class Worker:
         self.scratch.cleanup()
 
 
-def measure(work: str, peers: list[str], plan: Plan, python: Callable[[str], Path]) -> dict[str, Record]:
-    """One workload: the record of each peer, with its samples or with the reason why there are none."""
-    records: dict[str, Record] = {}
-    workers: dict[str, Worker] = {}
+def measure(
+    works: Sequence[str], peers: Sequence[str], plan: Plan, python: Callable[[str], Path]
+) -> dict[str, dict[str, Record]]:
+    """The record of each peer on each of these workloads, with its samples or with the reason why there are none.
+
+    All of them take turns, so that works can be compared with one another, and not only peers on one work.
+    """
+    records: dict[str, dict[str, Record]] = {work: {} for work in works}
+    workers: dict[tuple[str, str], Worker] = {}
     try:
-        for peer in peers:
+        for work, peer in product(works, peers):
             record: Record = {"status": "ok", "samples": [], "note": PEERS[peer].notes.get(work, "")}
-            records[peer] = record
+            records[work][peer] = record
             if work in PEERS[peer].lacks:
                 record |= {"status": "lacks", "note": PEERS[peer].lacks[work]}
                 continue
             say(f"{work} {peer}: starting")
             try:
-                worker = workers[peer] = Worker(python(peer), peer, work, plan)
+                worker = workers[work, peer] = Worker(python(peer), peer, work, plan)
                 record |= worker.ask()
             except Exception as error:  # whatever keeps one peer from it, the others go on
-                lose(peer, record, workers, error, "no second round")
+                lose(work, peer, record, workers, error, "no second round")
         for repeat in range(plan.repeats):
-            say(f"{work}: turn {repeat + 1} of {plan.repeats}")
+            say(f"{', '.join(works)}: turn {repeat + 1} of {plan.repeats}")
             order = list(workers)
             turn = repeat % max(len(order), 1)
-            for peer in order[turn:] + order[:turn]:
-                record = records[peer]
+            for work, peer in order[turn:] + order[:turn]:
+                record = records[work][peer]
                 rounds = max(1, math.ceil(plan.seconds / max(record["round_s"], 1e-6)))
                 try:
-                    record["samples"].append({"turn": repeat, **workers[peer].ask(f"go {rounds}")})
+                    record["samples"].append({"turn": repeat, **workers[work, peer].ask(f"go {rounds}")})
                 except Exception as error:
-                    lose(peer, record, workers, error, f"no end of turn {repeat + 1}")
-        for peer in list(workers):
+                    lose(work, peer, record, workers, error, f"no end of turn {repeat + 1}")
+        for work, peer in list(workers):
             try:
-                records[peer] |= workers[peer].stop()
+                records[work][peer] |= workers[work, peer].stop()
             except Lost as error:
-                lose(peer, records[peer], workers, error, "no end")
+                lose(work, peer, records[work][peer], workers, error, "no end")
     finally:
         for worker in workers.values():
             worker.close()
     return records
 
 
-def lose(peer: str, record: Record, workers: dict[str, Worker], error: Exception, what: str) -> None:
+def lose(
+    work: str, peer: str, record: Record, workers: dict[tuple[str, str], Worker], error: Exception, what: str
+) -> None:
     """Note why a peer has no (more) samples, and end its process."""
     late = isinstance(error, Late)
     record |= {"status": "late", "note": f"{what} {error}"} if late else {"status": "failed", "note": str(error)}
-    say(f"{peer}: {record['note']}")
-    if peer in workers:
-        workers.pop(peer).close()
+    say(f"{work} {peer}: {record['note']}")
+    if (work, peer) in workers:
+        workers.pop((work, peer)).close()
 
 
 def say(line: str) -> None:

@@ -43,10 +43,10 @@ def per_round(record: dict[str, Any], clock: str = "cpu_s") -> dict[int, float]:
     return {sample["turn"]: 1e3 * sample[clock] / sample["rounds"] for sample in record["samples"]}
 
 
-def ratios(record: dict[str, Any], ours: dict[str, Any]) -> list[float]:
-    """A peer's time over ours, turn by turn: both sides of a ratio were measured within moments."""
-    theirs, own = per_round(record), per_round(ours)
-    return [theirs[turn] / own[turn] for turn in theirs if turn in own]
+def ratios(record: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    """One time over another, such as a peer's over ours, turn by turn: both sides were measured within moments."""
+    times, others = per_round(record), per_round(other)
+    return [times[turn] / others[turn] for turn in times if turn in others]
 
 
 def rows(records: Records) -> list[dict[str, Any]]:
@@ -127,6 +127,10 @@ def as_markdown(records: Records, machine: dict[str, Any]) -> str:
     ]
     for peer in peers:
         lines.append(f"| {PEERS[peer].title} | {' | '.join(_cell(table[work, peer]) for work in records)} |")
+    orders = [records.get(work, {}).get("ours", {"samples": []}) for work in ("W4 exact", "W4 first")]
+    if found := ratios(*orders):
+        ratio = spread(found)
+        lines += ["", f"Exact over first order of W4, ours: {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})."]
     lines += ["", "| start to the end of the first round, s; peak memory, MB | " + " | ".join(records) + " |"]
     lines.append("|---" * (len(records) + 1) + "|")
     for peer in peers:
