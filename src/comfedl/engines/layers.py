@@ -182,10 +182,10 @@ class Norm(Weighted):
         if self.weight is None:
             self.weight = torch.ones_like(self.s)
         self.k = self.weight * self.s
-        shift = -self.k * self.mean if self.bias is None else self.bias - self.k * self.mean
+        shift = _less(self.bias, self.k, self.mean)
         if self.pool is None:
             self.at, self.out = x, self.form
-        elif bool((self.weight > 0).all()):  # the largest of x is the largest of the output
+        elif self.weight.min() > 0:  # the largest of x is the largest of the output
             self.at, self.places, self.out = self.pool(x, self.form)
         else:
             _, self.places, self.out = self.pool(torch.addcmul(shift, x, self.k), self.form)
@@ -198,7 +198,7 @@ class Norm(Weighted):
         self.give(found, weight, bias)
         self.q, self.r = weight / self.count, bias / self.count
         # x gets k (d - <d> - z <d z>).
-        return None if self.lowest else self._spread(self.d * self.k, -self.k * self.r, -self.k * self.q)
+        return None if self.lowest else self._spread(self.d * self.k, self.k * self.r, self.k * self.q)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         self.dx = torch.zeros_like(self.x) if dx is None else self.form.rows(dx)
@@ -209,29 +209,32 @@ class Norm(Weighted):
 
     def moved(self, dat: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The change of the output, from that of x where it is pooled: z moves by s (dx - a - b z)."""
-        self.dk = self.s * (weight - self.k * self.b)
-        shift = -self.k * self.a - self.dk * self.mean
-        out = torch.addcmul(shift if bias is None else shift + bias, dat, self.k)
-        return self.out.images(out.addcmul_(self.at, self.dk))
+        self.dk = self.s * _less(weight, self.k, self.b)
+        shift = _less(_less(bias, self.k, self.a), self.dk, self.mean)
+        return self.out.images(torch.addcmul(shift, dat, self.k).addcmul_(self.at, self.dk))
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
         dd = self.out.rows(dd)
         weight, bias = _sums(dd, self.at, self.mean, self.s)
-        weight += _sums(self.d, self.dat, self.a, self.s)[0] - self.s * self.b * self.q * self.count
+        weight += _sums(self.d, self.dat, self.a, self.s)[0]
+        weight.addcmul_(self.s * self.b, self.q, value=-self.count)
         self.give(found, weight, bias)
         if self.lowest:
             return None
         k, dk, dq, dr = self.k, self.dk, weight / self.count, bias / self.count
         h = k * self.q * self.s
-        values = (dd * k).addcmul_(self.d, dk)
-        return self._spread(values, h * self.a - dk * self.r - k * dr, h * self.b - dk * self.q - k * dq, -h)
+        by_1, by_z = (
+            (dk * then).addcmul_(k, now).addcmul_(h, moved, value=-1)
+            for then, now, moved in ((self.r, dr, self.a), (self.q, dq, self.b))
+        )
+        return self._spread((dd * k).addcmul_(self.d, dk), by_1, by_z, h)
 
-    def _spread(self, values: Tensor, shift: Tensor, by_z: Tensor, by_dx: Tensor | None = None) -> Tensor:
-        """``shift + by_z z + by_dx dx`` everywhere, and the values where they were pooled."""
+    def _spread(self, values: Tensor, by_1: Tensor, by_z: Tensor, by_dx: Tensor | None = None) -> Tensor:
+        """The values where they were pooled, less ``by_1 + by_z z + by_dx dx`` everywhere."""
         by_x = by_z * self.s
-        out = torch.addcmul(shift - by_x * self.mean, self.x, by_x)
+        out = torch.addcmul(by_x * self.mean - by_1, self.x, by_x, value=-1)
         if by_dx is not None:
-            out.addcmul_(self.dx, by_dx)
+            out.addcmul_(self.dx, by_dx, value=-1)
         return self.form.images(out.add_(values) if self.pool is None else put(out, self.places, values))
 
     def share(self) -> float:
@@ -350,6 +353,11 @@ MEAN, LEFT_OUT = 1, -100
 def named(name: str, part: str) -> str:
     """The full name of a layer's parameter or buffer."""
     return f"{name}.{part}" if name else part
+
+
+def _less(x: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """x less a times b; None is 0."""
+    return -a * b if x is None else torch.addcmul(x, a, b, value=-1)
 
 
 def _sums(d: Tensor, x: Tensor, mean: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:

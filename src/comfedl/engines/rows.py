@@ -30,13 +30,19 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> Form:
         """That of some images, or the one to bring them into."""
-        return form(x.shape, x.ndim == 4 and x.permute(WITHIN).is_contiguous())
+        first = form(x.shape, False)
+        if x.ndim != 4 or x.stride() == first.strides:
+            return first
+        return form(x.shape, x.permute(WITHIN).is_contiguous())
 
-    def rows(self, x: Tensor) -> Tensor:
-        """The rows of images, which are copied where they lie otherwise."""
+    def rows(self, x: Tensor, length: int | None = None) -> Tensor:
+        """The rows of images, which are copied where they lie otherwise; of the channels or of another length."""
+        length = self.shape[1] if length is None else length
+        if x.stride() == self.strides:
+            return x.as_strided((x.numel() // length, length), (length, 1))
         if x.ndim == 4:
             x = x.permute(WITHIN if self.within else FIRST)
-        return x.contiguous().view(-1, self.shape[1])
+        return x.reshape(-1, length)
 
     def images(self, rows: Tensor) -> Tensor:
         """The images of these rows."""
@@ -55,7 +61,8 @@ def form(shape: torch.Size, within: bool) -> Form:
 
 
 Pool = Callable[[Tensor, Form], tuple[Tensor, Tensor, Form]]
-"""Max-pooling of images' rows: those of each window's largest, the places of these among all numbers, and the form."""
+"""Max-pooling of images' rows: those of each window's largest, the places of all these among the images, and the
+form."""
 
 
 def pooled(x: Tensor, laid: Form, sizes: Sequence[Sequence[int]], ceil: bool) -> tuple[Tensor, Tensor, Form]:
@@ -64,9 +71,10 @@ def pooled(x: Tensor, laid: Form, sizes: Sequence[Sequence[int]], ceil: bool) ->
     # With the samples within, the channels of all are as those of one.
     whole = form(torch.Size((1, samples * channels, height, width)), False) if laid.within else laid
     out, index = aten.max_pool2d_with_indices(whole.images(x), *sizes, ceil)
-    at = torch.add(_firsts(whole.shape), index, alpha=whole.shape[1], out=index)
-    out, at = (part.permute(FIRST).reshape(-1, channels) for part in (out, at))
-    return out, at, form(torch.Size((samples, channels, *index.shape[2:])), laid.within)
+    torch.add(_firsts(whole.shape), index, alpha=whole.shape[1], out=index)
+    pooled_form = form(index.shape, False)
+    out, at = (pooled_form.rows(part, channels) for part in (out, index))
+    return out, at.view(-1), form(torch.Size((samples, channels, *index.shape[2:])), laid.within)
 
 
 @lru_cache(maxsize=16)
@@ -78,13 +86,13 @@ def _firsts(shape: torch.Size) -> Tensor:
 
 
 def picked(x: Tensor, at: Tensor) -> Tensor:
-    """What x has at these places."""
-    return x.view(-1).index_select(0, at.view(-1)).view(at.shape)
+    """The rows of what x has at these places."""
+    return x.view(-1).index_select(0, at).view(-1, x.shape[1])
 
 
 def put(out: Tensor, at: Tensor, values: Tensor) -> Tensor:
     """``out`` with the values added at these places."""
-    out.view(-1).scatter_add_(0, at.view(-1), values.view(-1))
+    out.view(-1).scatter_add_(0, at, values.view(-1))
     return out
 
 
