@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from comfedl.engines.memory import CHOSEN, LARGE_PAGES
+from comfedl.engines.memory import CHOSEN, large_pages_wait
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to keep memory")
 
@@ -23,29 +23,36 @@ print(asked, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 LARGE = """
+import ctypes, resource, sys
 from pathlib import Path
 import torch
 from comfedl.engines.memory import keep
-def resident(): return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def resident(): return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def large():
+    inside, found = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split()[0].endswith(":"):
+            inside = line.endswith("[heap]")
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) * 1024
+    return found
+holes = [bytearray(100_000) for _ in range(int(sys.argv[1]))]  # of less than a mapping of their own
+holes = holes[::20]  # and now one in 2 MB is left
+ctypes.CDLL(None).malloc_trim(0)
 before = resident()
 keep(2**30)
+print(resident() - before)
 kept = [torch.ones(2**18) for _ in range(32)]
-large, inside = 0, False
-for line in Path("/proc/self/smaps").read_text().splitlines():
-    if "-" in line.split()[0]:
-        inside = line.endswith("[heap]")
-    if inside and line.startswith("VmFlags:"):
-        large += "hg" in line.split()
-print(large, resident() - before)
+print(large(), resident() - before)
 """
 
 
-def run(code: str, chosen: bool) -> list[str]:
+def run(code: str, chosen: bool, *given: str) -> list[str]:
     """What a process of its own prints, with the user's choice of how glibc keeps memory or without one."""
     environment = {name: value for name, value in os.environ.items() if name not in CHOSEN}
     environment |= {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"} if chosen else {}
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, *given], env=environment, capture_output=True, text=True, check=True
     ).stdout.split()
 
 
@@ -58,9 +65,26 @@ def test_memory_is_kept_unless_the_user_has_chosen(chosen: bool) -> None:
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-def test_large_pages_are_asked_for_where_the_system_waits_for_that(chosen: bool) -> None:
+def test_large_pages_are_taken_where_the_system_waits_to_be_asked(chosen: bool) -> None:
     """32 MB are written on; the rest of what may be kept is addresses, and takes no memory."""
-    waits = LARGE_PAGES.is_file() and "[madvise]" in LARGE_PAGES.read_text()
-    large, grown = run(LARGE, chosen)
-    assert (int(large) > 0) == (waits and not chosen)
-    assert int(grown) < 100e6
+    asked, large, grown = map(int, run(LARGE, chosen, "0"))
+    assert (large > 32e6) == (large_pages_wait() and not chosen)
+    assert asked < 40e6 and grown < 80e6
+
+
+def test_a_heap_full_of_holes_is_not_filled() -> None:
+    asked, _, _ = map(int, run(LARGE, False, "4000"))  # 400 MB
+    assert asked < 40e6
+
+
+def test_of_several_sizes_the_largest_counts() -> None:
+    """A second engine with little memory would else have that of the first given back after each round."""
+    _, faults = run(PAGES.replace("keep(2**28)", "keep(2**28) and keep(2**10)"), False)
+    assert int(faults) < 20_000
+
+
+def test_a_system_that_tells_nothing_is_no_error() -> None:
+    """As in a sandbox without /sys, or without /proc."""
+    gone = "from comfedl.engines import memory; was = memory.Path; "
+    for what in ("memory.LARGE_PAGES = was('/nowhere')", "memory.Path = lambda name: was('/nowhere' + name)"):
+        assert run(f"{gone}{what}; print(memory.keep(2**28))", False) == ["True"]

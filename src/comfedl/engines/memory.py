@@ -1,4 +1,4 @@
-"""Memory that a round has used is kept for the next one, in large pages.
+"""Memory that a round has used is kept for the next one, and that of the main thread in large pages.
 
 By default glibc gives freed memory back to the system at once, and a round of many clients asks for it again page by
 page: on 1,000 clients of a small model that is a seventh of the round. And where a system gives large pages to those
@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from functools import cache
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 # mallopt's numbers for its parameters, and what it takes at most for the second.
@@ -18,45 +19,86 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MOST_MMAP = 32 * 2**20
 # madvise's: large pages from now on, and for what is there already (Linux 6.1; elsewhere it is refused).
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
-LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 LARGE_PAGE = 2 * 2**20
+# How much of the heap large pages are asked for ahead, and how much memory they may take that nobody has asked for.
+AHEAD, SPARE = 256 * 2**20, 32 * 2**20
 # Who has chosen for themselves: these are read by glibc when the process starts.
-CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+CHOSEN = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "MALLOC_PERTURB_",
+    "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+)
+
+_most = 0  # what has been asked for in this process
 
 
-@cache
 def keep(size: int) -> bool:
-    """Have this process keep up to ``size`` bytes that it has freed; gives whether that could be asked for."""
+    """Have this process keep up to ``size`` bytes that it has freed; gives whether that could be asked for.
+
+    Of several sizes the largest counts.
+    """
+    global _most
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in CHOSEN):
         return False
-    libc, size = ctypes.CDLL(None), min(size, 2**31 - 1)
-    # The first also ends glibc's own choice of the second, which must then be as large as that would become.
-    kept = bool(libc.mallopt(M_TRIM_THRESHOLD, size) and libc.mallopt(M_MMAP_THRESHOLD, MOST_MMAP))
-    if kept and LARGE_PAGES.is_file() and "[madvise]" in LARGE_PAGES.read_text():
-        _grow(libc, size * 3 // 4)  # not all of it, or it would be given back
-        _enlarge_pages(libc)
-    return kept
+    libc, size, before = ctypes.CDLL(None), min(size, 2**31 - 1), _most
+    if size > before:
+        # The first also ends glibc's own choice of the second, which must then be as large as that would become.
+        if not (libc.mallopt(M_TRIM_THRESHOLD, size) and libc.mallopt(M_MMAP_THRESHOLD, MOST_MMAP)):
+            return False
+        _most = size
+    if not before and threading.current_thread() is threading.main_thread():  # whose memory is the heap
+        with suppress(OSError):  # without /proc or /sys it is done without
+            if large_pages_wait():
+                _enlarge(libc, size)
+    return True
 
 
-def _grow(libc: ctypes.CDLL, size: int) -> None:
-    """Have so many free bytes in the heap. They are addresses: they take no memory before they are written on."""
+def large_pages_wait() -> bool:
+    """Whether this system has large pages of 2 MB for those who ask, and for nobody else."""
+    if not LARGE_PAGES.is_dir() or b"[madvise]" not in (LARGE_PAGES / "enabled").read_bytes():
+        return False
+    return int((LARGE_PAGES / "hpage_pmd_size").read_bytes()) == LARGE_PAGE
+
+
+def _enlarge(libc: ctypes.CDLL, size: int) -> None:
+    """Large pages for the heap as it is, unless it has many holes, and for what it grows by next."""
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
         ctypes.c_void_p,
         [ctypes.c_size_t],
         [ctypes.c_void_p],
     )
-    block = MOST_MMAP // 2
-    for start in [libc.malloc(block) for _ in range(size // block)]:
-        libc.free(start)
-
-
-def _enlarge_pages(libc: ctypes.CDLL) -> None:
-    """Ask for large pages in the heap as it is."""
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if line.endswith("[heap]"):
-            first, end = (int(address, 16) for address in line.split()[0].split("-"))
-            first, end = -(-first // LARGE_PAGE) * LARGE_PAGE, end // LARGE_PAGE * LARGE_PAGE
-            if first < end:
-                libc.madvise(first, end - first, MADV_HUGEPAGE)
-                libc.madvise(first, end - first, MADV_COLLAPSE)
+    first, end, resident = _heap()
+    if end - first - resident <= SPARE:
+        _advise(libc, first, end, MADV_COLLAPSE)
+    # Asked for and freed, these are addresses in the heap, and no memory before they are written on. They are less than
+    # may be kept, or they would be given back.
+    block = MOST_MMAP // 2
+    for start in [libc.malloc(block) for _ in range(min(size * 3 // 4, AHEAD) // block)]:
+        libc.free(start)
+    _advise(libc, first, _heap()[1], MADV_HUGEPAGE)
+
+
+def _advise(libc: ctypes.CDLL, first: int, end: int, what: int) -> None:
+    first, end = -(-first // LARGE_PAGE) * LARGE_PAGE, end // LARGE_PAGE * LARGE_PAGE
+    if first < end:
+        libc.madvise(first, end - first, what)
+
+
+def _heap() -> tuple[int, int, int]:
+    """Where the heap begins and ends, and how much of it is in memory."""
+    first, end, resident, inside = 0, 0, 0, False
+    for line in Path("/proc/self/smaps").read_bytes().splitlines():
+        word, *rest = line.split()
+        if not word.endswith(b":"):
+            inside = line.endswith(b"[heap]")
+            if inside:
+                start, end = (int(address, 16) for address in word.split(b"-"))
+                first = first or start
+        elif inside and word == b"Rss:":
+            resident += int(rest[0]) * 1024
+    return first, end, resident
