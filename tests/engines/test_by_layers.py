@@ -175,6 +175,8 @@ def chains(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, int, int]]:
     width = channels * height * width
     head: list[nn.Module] = [nn.Flatten()]
     if draw(st.booleans()):
+        head.append(nn.BatchNorm1d(width))
+    if draw(st.booleans()):
         head += [nn.Linear(width, 4, bias=draw(st.booleans())), nn.BatchNorm1d(4), nn.Tanh()]
         width = 4
     return nn.Sequential(nn.Sequential(*layers), *head, nn.Linear(width, CLASSES)), shape
@@ -292,7 +294,7 @@ def test_the_first_layers_as_one(data: st.DataObject, seed: int, samples: int, n
 
 @pytest.mark.parametrize(("kernel", "size"), [((3, 1), (6, 5)), ((1, 3), (1, 9))])
 def test_the_first_layers_as_one_where_patches_share_numbers(kernel: tuple[int, int], size: tuple[int, int]) -> None:
-    """Then they could be a view, and what is written on one would be on others."""
+    """Then they could be a view, of which products are none."""
     first = nn.Conv2d(1, 2, kernel, padding=(kernel[0] // 2, 0), bias=False)
     module = nn.Sequential(first, nn.BatchNorm2d(2), nn.MaxPool2d((1, 2)), nn.Flatten(), nn.LazyLinear(CLASSES))
     data = batch((1, *size))
@@ -323,13 +325,29 @@ def test_the_first_layers_as_one_with_scales_of_any_sign(scale: float) -> None:
         agrees(module, batch((2, 9, 8)))
 
 
-def test_images_far_from_zero_cost_the_first_layers_no_digits() -> None:
-    """Bright images of little contrast: sums that are centred afterwards would keep none of single precision's."""
-    module = scattered(cf.models.cnn4((2, 9, 8), CLASSES, filters=18), 1)
-    x, y = batch((2, 9, 8), samples=16)
-    x = (x + 300.0).float().double()
-    assert taken(module, x)[0] is Entry
-    nearly(module, (x, y), 1e-3)
+def test_features_behind_images_of_one_channel() -> None:
+    """Flattened, these are a view whose samples are next to one another in memory."""
+    first = nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.MaxPool2d(2), nn.Tanh())
+    module = scattered(nn.Sequential(first, nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, CLASSES)), 1)
+    with everywhere():
+        assert taken(module, batch((1, 6, 8))[0])[0] is Entry
+        agrees(module, batch((1, 6, 8)))
+
+
+@pytest.mark.parametrize("stripes", [0.0, 300.0])
+def test_images_far_from_zero_cost_the_first_layers_no_digits(stripes: float) -> None:
+    """Bright images of little contrast: sums that are centred afterwards would keep none of single precision's.
+
+    With stripes as far apart as the kernel's steps, each of its weights has a level of its own.
+    """
+    first = nn.Conv2d(2, 18, 3, stride=(3, 1))
+    module = nn.Sequential(first, nn.BatchNorm2d(18), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(36, CLASSES))
+    module = scattered(module, 1)
+    x, y = batch((2, 9, 6), samples=16)
+    x = (x + 300.0 + stripes * torch.arange(9).remainder(3).view(-1, 1)).float().double()
+    with everywhere():
+        assert all(taken(module, x, twice)[0] is Entry for twice in (False, True))
+        nearly(module, (x, y), 1e-3)
 
 
 def nearly(module: nn.Module, data: Batch, share: float) -> None:

@@ -1,9 +1,10 @@
 """The first layers of a chain, a convolution, its batch normalisation and max-pooling, as one.
 
 Nothing moves below them and nothing is handed further down. Let P be the patch of the images under a place, <P> the
-mean patch, and [t] the sum of t (P - <P>) over all places, a number for each weight. The output of the convolution is
-y = W.P, its mean W.<P>, and the sum of t (y - <y>) over all places is W.[t]: so [y], and one more such sum for what
-comes back, take the place of several passes over the whole output.
+mean patch, and [t] the sum of t (P - <P>) over all places, a number for each weight. The output of the convolution less
+its mean is y = W.(P - <P>), and the sum of t y over all places is W.[t]: so [y], and one more such sum for what comes
+back, take the place of several passes over the whole output. With a one behind each patch, the mean is taken away by
+the products themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from comfedl.engines.layers import Norm, Parts, Pass
+from comfedl.engines.layers import Norm, Parts, Pass, less
 from comfedl.engines.rows import Pool, form, picked, put
 from comfedl.problem import Params
 
@@ -31,25 +32,26 @@ class Entry(Norm):
         return super().trains() or any(self.convolution.trained)
 
     def forward(self, x: Tensor) -> Tensor:
-        level = x.mean(dim=(0, 2, 3))
-        padded = self._padded(x, level)
+        padded = self._padded(x)
         windows = self._windows(padded)
         self.form = form(torch.Size((len(x), len(self.w), *windows.shape[1:3])), True)
-        self.patches = windows.permute(0, 4, 5, 1, 2, 3).reshape(self.w.shape[1], -1)
+        self.patches = x.new_empty(self.w.shape[1] + 1, windows.shape[1:4].numel())
+        turned = windows.permute(0, 4, 5, 1, 2, 3)
+        self.patches[:-1].view(turned.shape).copy_(turned)
+        self.patches[-1] = 1
         self.mean_patch = self._windows(padded.sum(dim=3)).mean(dim=(1, 2)).flatten() / len(x)
-        y, mean = self._rows(self.w), self.w @ self.mean_patch
-        self.by_y = self._sum(y, mean * len(y))
+        y = self._rows(self.w)
+        self.by_y = self._sum(y)
         variance = (_dot(self.w, self.by_y) / len(y)).clamp_(min=0)
-        self._track(mean, level, variance, len(y))
-        return self.normed(y, mean, variance)
+        self._track(variance, len(y))
+        return self.normed(y, torch.zeros_like(variance), variance)
 
     def backward(self, d: Tensor, found: Params) -> None:
         d = self.out.rows(d)
-        bias = d.sum(dim=0)
-        self.by_d = self._sum(put(self.x.zero_(), self.places, d), bias)
+        self.by_d = self._sum(put(self.x.zero_(), self.places, d))
         del self.x  # what is pooled is all that is needed of it
         weight = self.s * _dot(self.w, self.by_d)
-        self.give(found, weight, bias)
+        self.give(found, weight, d.sum(dim=0))
         # y gets k (d - <d> - z <d z>), and [1] is 0.
         self.qs = weight / self.count * self.s
         self.back = torch.addcmul(self.by_d, self.by_y, self.qs[:, None], value=-1)
@@ -58,35 +60,35 @@ class Entry(Norm):
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         (direction, _), (weight, bias) = self.convolution.along(v), self.along(v)
         self.v = direction.flatten(1)
-        self.dx, self.a = self._rows(self.v), self.v @ self.mean_patch
+        self.dx = self._rows(self.v)
         dat = picked(self.dx, self.places)
-        self.b = self.s * _dot(self.v, self.by_y) / self.count
-        return self.moved(dat, weight, bias)
+        self.b = self.s * _dot(self.v, self.by_y) / self.count  # z moves by s (dy - b z)
+        self.dk = self.s * less(weight, self.k, self.b)
+        out = dat * self.k if bias is None else torch.addcmul(bias, dat, self.k)
+        return self.out.images(out.addcmul_(self.at, self.dk))
 
     def backward_along(self, dd: Tensor, found: Params) -> None:
         dd = self.out.rows(dd)
-        bias = dd.sum(dim=0)
-        by_dd = self._sum(put(self.dx.mul_(-self.qs), self.places, dd), bias - self.qs * self.a * self.count)
+        by_dd = self._sum(put(self.dx.mul_(-self.qs), self.places, dd))
         weight = self.s * (_dot(self.w, by_dd) + _dot(self.v, self.by_d))
-        self.give(found, weight, bias)
+        self.give(found, weight, dd.sum(dim=0))
         by_y = self.s * (weight / self.count - self.qs * self.b)
         by_dd.addcmul_(self.by_y, by_y[:, None], value=-1).mul_(self.k[:, None])
         self._give(found, by_dd.addcmul_(self.back, self.dk[:, None]))
 
-    def _track(self, mean: Tensor, level: Tensor, variance: Tensor, count: int) -> None:
+    def _track(self, variance: Tensor, count: int) -> None:
         """Move the running statistics by those of this batch."""
         share, bias, (mean_, variance_) = self.share(), self.convolution.bias, self.running
         if mean_ is not None and variance_ is not None:
-            mean = mean + self.convolution.weight.sum(dim=(2, 3)) @ level
+            mean = self.w @ self.mean_patch
             mean_.lerp_(mean if bias is None else mean + bias, share)
             variance_.lerp_(variance * (count / (count - 1)), share)
 
-    def _padded(self, x: Tensor, level: Tensor) -> Tensor:
-        """Padded images, [channels, height, width, samples], less their level, of which sums would keep little else."""
-        (samples, _, height, width), (up, left) = x.shape, self.padding
-        level = level.view(-1, 1, 1, 1)
-        padded = (-level).repeat(1, height + 2 * up, width + 2 * left, samples)
-        torch.sub(x.permute(1, 2, 3, 0), level, out=padded[:, up : up + height, left : left + width])
+    def _padded(self, x: Tensor) -> Tensor:
+        """Padded images, [channels, height, width, samples]."""
+        (samples, channels, height, width), (up, left) = x.shape, self.padding
+        padded = x.new_zeros(channels, height + 2 * up, width + 2 * left, samples)
+        padded[:, up : up + height, left : left + width] = x.permute(1, 2, 3, 0)
         return padded
 
     def _windows(self, x: Tensor) -> Tensor:
@@ -97,12 +99,13 @@ class Entry(Norm):
         return x.unfold(1, reach[0], down).unfold(2, reach[1], across)[..., ::tall, ::broad]
 
     def _rows(self, weight: Tensor) -> Tensor:
-        """The convolution of the patches with a weight."""
-        return self.patches.t() @ weight.t()
+        """The convolution of the patches with a weight, less its mean."""
+        return self.patches.t() @ torch.column_stack((weight, -(weight @ self.mean_patch))).t()
 
-    def _sum(self, t: Tensor, total: Tensor) -> Tensor:
-        """[t], with the sum of t."""
-        return torch.addr((self.patches @ t).t(), total, self.mean_patch, alpha=-1)
+    def _sum(self, t: Tensor) -> Tensor:
+        """[t]."""
+        sums = self.patches @ t
+        return torch.addr(sums[:-1], self.mean_patch, sums[-1], alpha=-1).t()
 
     def _give(self, found: Params, weight: Tensor) -> None:
         self.convolution.give(found, weight.view_as(self.convolution.weight), torch.zeros_like(self.mean))

@@ -182,7 +182,7 @@ class Norm(Weighted):
         if self.weight is None:
             self.weight = torch.ones_like(self.s)
         self.k = self.weight * self.s
-        shift = _less(self.bias, self.k, self.mean)
+        shift = less(self.bias, self.k, self.mean)
         if self.pool is None:
             self.at, self.out = x, self.form
         elif self.weight.min() > 0:  # the largest of x is the largest of the output
@@ -204,14 +204,11 @@ class Norm(Weighted):
         self.dx = torch.zeros_like(self.x) if dx is None else self.form.rows(dx)
         self.dat = self.dx if self.pool is None else picked(self.dx, self.places)
         by_z, by_1 = _sums(self.dx, self.x, self.mean, self.s)
-        self.a, self.b = by_1 / self.count, by_z / self.count
-        return self.moved(self.dat, *self.along(v))
-
-    def moved(self, dat: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The change of the output, from that of x where it is pooled: z moves by s (dx - a - b z)."""
-        self.dk = self.s * _less(weight, self.k, self.b)
-        shift = _less(_less(bias, self.k, self.a), self.dk, self.mean)
-        return self.out.images(torch.addcmul(shift, dat, self.k).addcmul_(self.at, self.dk))
+        self.a, self.b = by_1 / self.count, by_z / self.count  # z moves by s (dx - a - b z)
+        weight, bias = self.along(v)
+        self.dk = self.s * less(weight, self.k, self.b)
+        shift = less(less(bias, self.k, self.a), self.dk, self.mean)
+        return self.out.images(torch.addcmul(shift, self.dat, self.k).addcmul_(self.at, self.dk))
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
         dd = self.out.rows(dd)
@@ -355,7 +352,7 @@ def named(name: str, part: str) -> str:
     return f"{name}.{part}" if name else part
 
 
-def _less(x: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+def less(x: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """x less a times b; None is 0."""
     return -a * b if x is None else torch.addcmul(x, a, b, value=-1)
 

@@ -42,7 +42,7 @@ class Form(NamedTuple):
             return x.as_strided((x.numel() // length, length), (length, 1))
         if x.ndim == 4:
             x = x.permute(WITHIN if self.within else FIRST)
-        return x.reshape(-1, length)
+        return x.contiguous().view(-1, length)
 
     def images(self, rows: Tensor) -> Tensor:
         """The images of these rows."""
