@@ -106,7 +106,7 @@ def test_works_of_one_name_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "Worker", Fake)
     plan = driver.Plan(repeats=3, seconds=1.0)
     found = driver.measure(["W4 first", "W4 exact"], ["ours", "loop"], plan, lambda peer: Path(peer))
-    pairs = [(work, peer) for work in ("W4 first", "W4 exact") for peer in ("ours", "loop")]
+    pairs = [(work, peer) for peer in ("ours", "loop") for work in ("W4 first", "W4 exact")]
     assert asked[:4] == pairs and asked[4:8] == pairs[1:] + pairs[:1]
     assert sorted(asked[8:]) == sorted(pairs[:3])  # who is lost takes no more turns, and the others go on
     assert [found["W4 exact"][peer]["status"] for peer in ("ours", "loop")] == ["ok", "failed"]

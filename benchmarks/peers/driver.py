@@ -114,7 +114,7 @@ def measure(
     records: dict[str, dict[str, Record]] = {work: {} for work in works}
     workers: dict[tuple[str, str], Worker] = {}
     try:
-        for work, peer in product(works, peers):
+        for peer, work in product(peers, works):  # so that a peer's works are next to one another in a turn
             record: Record = {"status": "ok", "samples": [], "note": PEERS[peer].notes.get(work, "")}
             records[work][peer] = record
             if work in PEERS[peer].lacks:
