@@ -38,7 +38,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 # Up to how many batches, and positions in all of them, a table of who came first is quicker than a turn for each slot.
-FEW, TABLE = 100, 1_000_000
+FEW, TABLE = 400, 1_000_000
 
 
 class Subsets:

@@ -20,7 +20,9 @@ def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
     """Apply ``fn`` leaf by leaf to trees of the same structure."""
     first = trees[0]
     if isinstance(first, dict):
-        return {name: map(fn, *(tree[name] for tree in trees)) for name in first}
+        if len(trees) == 1:  # most of the time, and so the sooner
+            return {name: fn(part) if isinstance(part, Tensor) else map(fn, part) for name, part in first.items()}
+        return {name: map(fn, *[tree[name] for tree in trees]) for name in first}
     if isinstance(first, tuple | list):
         parts = [map(fn, *parts) for parts in zip(*trees, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
@@ -51,7 +53,7 @@ def named_leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def nbytes(tree: Tree) -> int:
     """The number of bytes that the tree's tensors hold."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
+    return sum(leaf.nbytes for leaf in leaves(tree))
 
 
 def finite(tree: Tree) -> bool:

@@ -109,6 +109,8 @@ def test_no_short_cut() -> None:
     assert dense(known).descend(start(known), batches(5), 1e300) is None
     normed = nn.Sequential(nn.Linear(FEATURES, 4), nn.LayerNorm(4), nn.Linear(4, CLASSES)).double()
     assert dense(normed).descend(start(normed), batches(5), 0.1) is None
+    rows = [(x.unsqueeze(2), y) for x, y in batches(5)]  # a sample is a row of its features
+    assert dense(known).descend(start(known), rows, 0.1) is None
 
 
 def test_room_is_kept_and_grows() -> None:
@@ -119,15 +121,17 @@ def test_room_is_kept_and_grows() -> None:
     assert room.of((2,), torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
 
 
-def test_batches_of_all_kinds_are_put_as_they_are_gathered() -> None:
+def test_batches_of_all_kinds_come_in_turn_as_they_are_gathered() -> None:
     x = torch.arange(48.0).view(12, 2, 2)
     places = np.array([[[0, 5], [11, 7]], [[3, 3], [6, 10]]])
     for y in (torch.arange(12), torch.arange(24.0).view(12, 2)):
         for rows in (None, torch.arange(11, -1, -1)):
-            drawn, room = Gathered(Split(x, y, "ab", np.array([0, 6, 12]), rows), places), Room()
-            for k in range(2):
-                for found, wanted in zip(drawn.put(k, room), drawn[k], strict=True):
+            drawn, seen = Gathered(Split(x, y, "ab", np.array([0, 6, 12]), rows), places), []
+            for k, batch in enumerate(drawn.in_turn(Room())):
+                seen.append(batch[0].data_ptr())
+                for found, wanted in zip(batch, drawn[k], strict=True):
                     assert torch.equal(found, wanted) and found.shape == wanted.shape
+            assert len(seen) == 2 and len(set(seen)) == 1  # the same place in memory
 
 
 def test_it_is_what_averaging_runs(monkeypatch: pytest.MonkeyPatch) -> None:

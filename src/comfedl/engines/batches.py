@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, cast, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import cast, overload
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ Sizes = NDArray[np.int64]
 
 # What a client's part of a draw is, beside its size where it is all the client has.
 NOTHING, DRAWN = -1, 0
+# How many rounds at most are drawn at once, and how many numbers.
+ROUNDS, NUMBERS = 8, 20_000
 
 
 def extents(split: Split | None, draw: Draw, clients: Sizes) -> Sizes:
@@ -82,31 +85,63 @@ class Gathered(Sequence[Batch]):
             self._latest = k, self._gathered(k)
         return self._latest[1]
 
-    def put(self, k: int, room: Room) -> Batch:
-        """The k-th batch, its x in this room; what was there before is gone."""
-        x, rows = self._split.x, self._rows[k]
-        out = room.of((len(rows), *x.shape[1:]), x)
-        return self._shaped(k, torch.index_select(x, 0, rows, out=out))
+    def in_turn(self, room: Room) -> Iterator[Batch]:
+        """All batches, one after another, each x in the same place of this room: the next one is written over it."""
+        x = self._split.x
+        out = room.of((math.prod(self._shape), *x.shape[1:]), x)
+        shaped = out.view(*self._shape, *x.shape[1:])
+        for k, rows in enumerate(self._rows):
+            torch.index_select(x, 0, rows, out=out)
+            yield shaped, self._y(k)
 
     def _gathered(self, k: int) -> Batch:
-        return self._shaped(k, self._split.x.index_select(0, self._rows[k]))
+        x = self._split.x.index_select(0, self._rows[k])
+        return x.view(*self._shape, *x.shape[1:]), self._y(k)
 
-    def _shaped(self, k: int, x: Tensor) -> Batch:
-        """The k-th batch from its x in one row."""
-        shaped = x.view(*self._shape, *x.shape[1:])
+    def _y(self, k: int) -> Tensor:
         if self._labels is not None:
-            return shaped, self._labels[k]
+            return self._labels[k]
         y = self._split.y.index_select(0, self._rows[k])
-        return shaped, y.view(*self._shape, *y.shape[1:])
+        return y.view(*self._shape, *y.shape[1:])
 
 
-class Drawers(NamedTuple):
-    """Those who draw batches from a split: where each asked client is among them, who they are, how and from where."""
+class Drawers:
+    """Those of the asked clients who draw batches from a split.
 
-    place: Sizes
-    who: list[int]
-    draw: rng.Subsets
-    offsets: Sizes
+    Of a few clients who draw in one round after another, several rounds are drawn at once: a draw depends on its key
+    alone, and most of the time would go into the calls.
+    """
+
+    def __init__(self, split: Split, draw: Draw, clients: Sizes, drawing: NDArray[np.bool_]) -> None:
+        assert draw.size is not None
+        who = clients[drawing]
+        self.place: Sizes = np.cumsum(drawing) - 1  # where each asked client is among them
+        self.who: list[int] = who.tolist()
+        self._sizes, self._count, self._size = split.sizes[who], draw.count, draw.size
+        self._offsets = split.offsets[who][:, None, None]
+        batches = max(1, len(who) * draw.count)
+        self._rounds = max(1, min(ROUNDS, rng.FEW // batches, NUMBERS // (batches * draw.size)))
+        self._subsets: dict[int, rng.Subsets] = {}  # by how many rounds they are for
+        self._ahead: dict[int, Sizes] = {}
+        self._last = 0
+
+    def places(self, round: int, keys: Callable[[int], list[int]]) -> Sizes:
+        """What they draw in a round, as places in the split's flat tensors, [clients, batches, samples].
+
+        ``keys`` gives their keys of a round.
+        """
+        found = self._ahead.pop(round, None)
+        if found is None:
+            rounds = range(round, round + (self._rounds if self._last == round - 1 else 1))
+            if len(rounds) not in self._subsets:
+                self._subsets[len(rounds)] = rng.Subsets(np.tile(self._sizes, len(rounds)), self._count, self._size)
+            drawn = self._subsets[len(rounds)]([key for each in rounds for key in keys(each)])
+            drawn = drawn.reshape(len(rounds), *self._offsets.shape[:1], *drawn.shape[1:])
+            drawn += self._offsets
+            found, *ahead = drawn
+            self._ahead = dict(zip(rounds[1:], ahead, strict=True))
+        self._last = round
+        return found
 
 
 class Given:
@@ -131,13 +166,9 @@ class Given:
                 continue
             row = sum(part[:1].numel() * part.element_size() for part in (split.x, split.y))
             self.nbytes += row * (most or draw.count * (draw.size or 0))
-            drawn = extent == DRAWN
-            if drawn.any():
-                assert draw.size is not None
-                who = self.clients[drawn]
-                subsets = rng.Subsets(split.sizes[who], draw.count, draw.size)
-                offsets = split.offsets[who][:, None, None]
-                self.drawers[name] = Drawers(np.cumsum(drawn) - 1, who.tolist(), subsets, offsets)
+            drawing = extent == DRAWN
+            if drawing.any():
+                self.drawers[name] = Drawers(split, draw, self.clients, drawing)
 
 
 class Drawn:
@@ -149,9 +180,7 @@ class Drawn:
         self._places: dict[str, Sizes] = {}
         for name, drawers in given.drawers.items():
             purpose = given.draws[name].purpose or f"{step}/{name}"
-            keys = [rng.key(seed, purpose, round, given.names[i]) for i in drawers.who]
-            self._places[name] = drawers.draw(keys)
-            self._places[name] += drawers.offsets
+            self._places[name] = drawers.places(round, partial(_keys, given, drawers, seed, purpose))
 
     def of_one(self, k: int) -> dict[str, Sequence[Batch]]:
         """The batches of the k-th client."""
@@ -183,6 +212,10 @@ class Drawn:
         else:
             whole = cast(Batch, Ragged(x, y, torch.from_numpy(sizes).to(x.device)))
         return [whole] * given.draws[name].count
+
+
+def _keys(given: Given, drawers: Drawers, seed: int, purpose: str, round: int) -> list[int]:
+    return [rng.key(seed, purpose, round, given.names[i]) for i in drawers.who]
 
 
 def alike(given: Given, keys: Sequence[object], ragged: bool) -> Iterator[Sizes]:

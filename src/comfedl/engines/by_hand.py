@@ -81,28 +81,32 @@ def _pulled_back(layers: Sequence[Named], params: Params, seen: Seen, cotangent:
     return _found(params, _backward(layers, params, seen, share))
 
 
+@torch.no_grad()
 def descend_cross_entropy(
     layers: Sequence[Named], params: Params, batches: Iterable[tuple[Tensor, Tensor, Tensor | None]], rate: float
-) -> tuple[Params, Tensor]:
+) -> tuple[Params, Tensor] | None:
     """Where gradient steps end, one a batch (x, y, inside), and the losses [steps, clients] before each of them.
 
-    A gradient's products are added to the parameters as they are made, so that it is never in memory.
+    A gradient's products are added to the parameters as they are made, so that it is never in memory. None where x is
+    not [clients, samples, features].
     """
     after = dict(params)
     losses: list[Tensor] = []
     for x, y, inside in batches:
+        if x.ndim != 3:
+            return None
         own = len(losses) > 0  # from the second step on the parameters are nobody else's, and are moved where they are
         seen = _forward(layers, after, x, y, inside)
         # Where all samples count alike, the rate is scaled in their place, and losses become means at the end.
         losses.append(seen.likely() if inside is None else _value(seen))
         share, scaled = (None, rate / y.shape[1]) if inside is None else (_share(seen), rate)
         for (_, weight, bias, linear, _), d, at in _backward(layers, after, seen, share):
-            if linear and weight in after:
-                moved = after[weight]
+            if not linear:
+                continue
+            if (moved := after.get(weight)) is not None:
                 after[weight] = torch.baddbmm(moved, d, at.mT, alpha=-scaled, out=moved if own else None)
-            if linear and bias in after:
-                moved = after[bias]
-                after[bias] = torch.sub(moved, d.sum(dim=2), alpha=scaled, out=moved if own else None)
+            if (moved := after.get(bias)) is not None:
+                after[bias] = torch.sub(moved, d.sum(2), alpha=scaled, out=moved if own else None)
         del x, seen, at  # the next batch takes their place in memory
     found = torch.stack(losses)
     return after, found if found.ndim == 2 else found.mean(dim=(2, 3)).neg_()
@@ -230,12 +234,14 @@ def _minus_one(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> T
 
 def _bias(layer: nn.Module, name: str, params: Params) -> Tensor:
     """A linear layer's bias, with a place for the samples; one that is frozen is the module's own."""
-    return params[name].unsqueeze(-1) if name in params else layer.get_parameter("bias").detach().unsqueeze(-1)
+    own = params.get(name)
+    return (layer.get_parameter("bias").detach() if own is None else own).unsqueeze(-1)
 
 
 def _weight(layer: nn.Module, name: str, params: Params, clients: int) -> Tensor:
     """A linear layer's weight for all clients; one that is frozen is the module's own."""
-    return params[name] if name in params else layer.get_parameter("weight").detach().expand(clients, -1, -1)
+    own = params.get(name)
+    return layer.get_parameter("weight").detach().expand(clients, -1, -1) if own is None else own
 
 
 def _along(layer: nn.Linear, name: str, v: Params, clients: int) -> Tensor:

@@ -16,7 +16,6 @@ from comfedl import tree
 from comfedl.engines.batches import Gathered, Room
 from comfedl.engines.by_hand import (
     SLOPES,
-    Named,
     curve_cross_entropy,
     descend_cross_entropy,
     named,
@@ -94,36 +93,28 @@ class Dense(Stacked):
         return x * torch.stack(kept).div_(1 - p)
 
     def pull_loss(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
-        layers, data = self._flat(batch)
-        if layers is None:
+        x, y, inside = self._flat(batch)
+        if self._by_hand is None or x.ndim != 3:
             return super().pull_loss(params, buffers, batch)
-        return *pull_cross_entropy(layers, params, *data), buffers
+        return *pull_cross_entropy(self._by_hand, params, x, y, inside), buffers
 
     def pull_curved(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
-        layers, data = self._flat(batch)
-        if layers is None:
+        x, y, inside = self._flat(batch)
+        if self._by_hand is None or x.ndim != 3:
             return super().pull_curved(params, buffers, batch)
-        return *curve_cross_entropy(layers, params, *data), buffers
+        return *curve_cross_entropy(self._by_hand, params, x, y, inside), buffers
 
     def descend(self, model: Model, batches: Sequence[Batch], rate: float) -> tuple[Params, Tensor] | None:
         layers = self._by_hand
         if layers is None or not len(batches) or abs(rate) > tree.LARGEST:
             return None
+        each = batches.in_turn(self._room) if isinstance(batches, Gathered) else batches
+        return descend_cross_entropy(layers, model["params"], map(self._flat, each), float(rate))
 
-        def flat(t: int) -> tuple[Tensor, Tensor, Tensor | None]:
-            return self._flat(batches.put(t, self._room) if isinstance(batches, Gathered) else batches[t])[1]
-
-        first = [flat(0)]
-        if first[0][0].ndim != 3:
-            return None
-        each = (flat(t) if t else first.pop() for t in range(len(batches)))
-        return descend_cross_entropy(layers, model["params"], each, float(rate))
-
-    def _flat(self, batch: Batch) -> tuple[Sequence[Named] | None, tuple[Tensor, Tensor, Tensor | None]]:
-        """The layers whose gradient is written out, if it is; x [clients, samples, features], y, and which count."""
+    def _flat(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, which must be [clients, samples, features] for gradients that are written out, y, and which count."""
         x, y, inside = unpacked(batch)
-        x = x.flatten(2) if self._flattens else x
-        return self._by_hand if x.ndim == 3 else None, (x, y, inside)
+        return x.flatten(2) if self._flattens else x, y, inside
 
 
 def _apply(layer: nn.Module, part: partial[Tensor | None], x: Tensor) -> Tensor:

@@ -120,7 +120,9 @@ class StackedReplies(Replies):
         def total(*leaves: Tensor) -> Tensor:
             if not leaves[0].is_floating_point():
                 return torch.stack([leaf.amax(dim=0) for leaf in leaves]).amax(dim=0)
-            sums = [share.to(leaf) @ leaf.reshape(len(leaf), -1) for share, leaf in zip(shares, leaves, strict=True)]
+            sums = [
+                leaf.reshape(len(leaf), -1).t().mv(share.to(leaf)) for share, leaf in zip(shares, leaves, strict=True)
+            ]
             return reduce(Tensor.add_, sums).view(leaves[0].shape[1:])
 
         return tree.map(total, *(part.reply[name] for part in self._parts))
