@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import comfedl as cf
-from comfedl.engines import by_layers, rows, tiles
+from comfedl.engines import by_layers, entry, rows, tiles
 from comfedl.engines.by_layers import Chain
 from comfedl.engines.convolution import ChannelsLast, laid_out
 from comfedl.engines.dense import Dense
@@ -304,13 +305,27 @@ def test_the_first_layers_as_one_where_patches_share_numbers(kernel: tuple[int, 
         agrees(scattered(module, 1), data)
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(
     ("channels", "filters", "once", "twice"), [(1, 9, True, True), (2, 18, False, True), (1, 8, False, False)]
 )
-def test_where_the_first_layers_are_one(channels: int, filters: int, once: bool, twice: bool) -> None:
+def test_where_the_first_layers_are_one(
+    channels: int, filters: int, once: bool, twice: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large patches only where products of matrices are fast."""
+    monkeypatch.setattr(entry, "fast_products", lambda: fast)
     module, x = cf.models.cnn4((channels, 9, 8), CLASSES, filters=filters), torch.zeros(2, channels, 9, 8)
-    for expected, again in ((once, False), (twice, True)):
+    for expected, again in ((once, False), (twice and (fast or channels == 1), True)):
         assert taken(module, x, again)[0] is (Entry if expected else Convolution)
+
+
+@pytest.mark.parametrize(("told", "fast"), [("GenuineIntel", True), ("AuthenticAMD", False), (None, False)])
+def test_whose_products_are_fast(told: str | None, fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if told is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {told}\n")
+    monkeypatch.setattr(entry, "Path", lambda name: tmp_path / Path(name).name)
+    monkeypatch.setattr(entry.platform, "processor", lambda: "")
+    assert entry.fast_products.__wrapped__() is fast
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.4, 1e-9])
@@ -541,8 +556,9 @@ def test_one_layer_for_several_places() -> None:
 
 
 @pytest.mark.parametrize(("filters", "side"), [(2, 16), (32, 16), (32, 12)])
-def test_single_precision_is_as_near_as_autograd(filters: int, side: int) -> None:
+def test_single_precision_is_as_near_as_autograd(filters: int, side: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the plain layers, and with the first ones as one and the others by tiles of four, and of three."""
+    monkeypatch.setattr(entry, "fast_products", lambda: True)
     module = scattered(cf.models.cnn4((2, side, side), CLASSES, filters=filters), 0)
     data = batch((2, side, side), samples=16)
     kinds = taken(module, data[0])

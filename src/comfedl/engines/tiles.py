@@ -126,26 +126,32 @@ def filled(sizes: Sequence[int]) -> float:
 
 
 class Way(NamedTuple):
-    """The way of images to the points, for each axis, [points, tiles, numbers]; with one tile also for both at once."""
+    """The way of images to the points, for each axis, [points, tiles, numbers].
+
+    Where tiles have no number in common, ``tile`` is the way of one, both axes at once, and the fewer multiplications.
+    """
 
     rows: Tensor
     columns: Tensor
-    whole: Tensor | None
+    tile: Tensor | None
 
     @classmethod
-    def of(cls, rows: Tensor, columns: Tensor) -> Way:
-        alone = rows.shape[1] == 1 == columns.shape[1]
+    def of(cls, rows: Tensor, columns: Tensor, apart: bool) -> Way:
+        if not apart:
+            return cls(rows, columns, None)
+        high, wide = (way[:, 0, : way.shape[2] // way.shape[1]] for way in (rows, columns))
         # The points of the width come first, and the numbers of the height.
-        whole = torch.einsum("rh,cw->crhw", rows[:, 0], columns[:, 0]).flatten(2).flatten(0, 1) if alone else None
-        return cls(rows, columns, whole)
+        return cls(rows, columns, torch.einsum("rh,cw->crhw", high, wide).flatten(2).flatten(0, 1))
 
 
 def there(x: Tensor, way: Way) -> Tensor:
     """Images' values at the points, [points, tiles * samples, channels]."""
     samples, channels, height, width = x.shape
-    x, (rows, columns, whole) = x.permute(WITHIN), way
-    if whole is not None:
-        return (whole @ x.reshape(height * width, -1)).view(len(whole), samples, channels)
+    x, (rows, columns, tile) = x.permute(WITHIN), way
+    if tile is not None:
+        down, across = rows.shape[1], columns.shape[1]
+        x = x.reshape(down, height // down, across, width // across, -1).permute(1, 3, 0, 2, 4)
+        return (tile @ x.reshape(tile.shape[1], -1)).view(len(tile), -1, channels)
     x = x.reshape(height, width, samples * channels)
     x = torch.bmm(columns.flatten(0, 1).expand(height, -1, -1), x).view(height, len(columns), -1).transpose(0, 1)
     return torch.bmm(rows.flatten(0, 1).expand(len(columns), -1, -1), x).view(len(columns) * len(rows), -1, channels)
@@ -153,10 +159,12 @@ def there(x: Tensor, way: Way) -> Tensor:
 
 def back(y: Tensor, samples: int, way: Way) -> Tensor:
     """The transpose of ``there``."""
-    rows, columns, whole = way
+    rows, columns, tile = way
     height, width = rows.shape[2], columns.shape[2]
-    if whole is not None:
-        x = whole.t() @ y.view(len(whole), -1)
+    if tile is not None:
+        down, across = rows.shape[1], columns.shape[1]
+        x = (tile.t() @ y.view(len(tile), -1)).view(height // down, width // across, down, across, -1)
+        x = x.permute(2, 0, 3, 1, 4).reshape(height, width, samples, -1)
     else:
         count, rows, columns = len(columns), rows.flatten(0, 1).t(), columns.flatten(0, 1).t()
         x = y.new_empty(height, count, y.numel() // (rows.shape[1] * count))
@@ -169,7 +177,11 @@ def back(y: Tensor, samples: int, way: Way) -> Tensor:
 def ways(height: int, width: int, up: int, left: int, dtype: torch.dtype) -> tuple[Way, Way, Tensor]:
     """The ways to the points of images of a size, of their outputs, and of kernels, [points, numbers]."""
     (images, outputs, kernels), others = (axis(*each, dtype) for each in ((height, up), (width, left)))
-    return Way.of(images, others[0]), Way.of(outputs, others[1]), torch.kron(others[2], kernels)
+    both = outputs, others[1]
+    alone = all(way.shape[1] == 1 for way in both)
+    full = all(way.shape[2] == way.shape[1] * cut(way.shape[2]) for way in both)
+    found = Way.of(images, others[0], alone), Way.of(*both, alone or full)
+    return *found, torch.kron(others[2], kernels)
 
 
 def axis(size: int, padding: int, dtype: torch.dtype) -> list[Tensor]:
