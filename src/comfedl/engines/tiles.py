@@ -52,40 +52,39 @@ class Tiles(Weighted):
         height, width = x.shape[2:]
         self.images, self.outputs, self.kernels = ways(height, width, *self.padding, x.dtype)
         self.x, self.w, self.samples = there(x, self.images), self._kernels(self.weight), len(x)
-        return self._result(torch.bmm(self.x, self.w), self.bias)
+        return self._result(torch.bmm(self.x, self.w.mT), self.bias)
 
     def backward(self, d: Tensor, found: Params) -> Tensor | None:
         self.d = there(d, self.outputs)
         if self.trained[0]:
-            self._give(found, torch.bmm(self.x.mT, self.d))
+            self._give(found, torch.bmm(self.d.mT, self.x))
         self._give_bias(found, d)
-        return None if self.lowest else back(torch.bmm(self.d, self.w.mT), self.samples, self.images)
+        return None if self.lowest else back(torch.bmm(self.d, self.w), self.samples, self.images)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         weight, bias = self.along(v)
         self.v = self._kernels(weight)
         if dx is None:
-            self.dx, y = None, torch.bmm(self.x, self.v)
+            self.dx, y = None, torch.bmm(self.x, self.v.mT)
         else:
             self.dx = there(dx, self.images)
-            y = torch.bmm(self.dx, self.w).baddbmm_(self.x, self.v)
+            y = torch.bmm(self.dx, self.w.mT).baddbmm_(self.x, self.v.mT)
         return self._result(y, None if self.centred else bias)
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
         moved = there(dd, self.outputs)
         if self.trained[0]:
-            weight = torch.bmm(self.x.mT, moved)
-            self._give(found, weight if self.dx is None else weight.baddbmm_(self.dx.mT, self.d))
+            weight = torch.bmm(moved.mT, self.x)
+            self._give(found, weight if self.dx is None else weight.baddbmm_(self.d.mT, self.dx))
         self._give_bias(found, dd)
         if self.lowest:
             return None
-        return back(torch.bmm(moved, self.w.mT).baddbmm_(self.d, self.v.mT), self.samples, self.images)
+        return back(torch.bmm(moved, self.w).baddbmm_(self.d, self.v), self.samples, self.images)
 
     def _kernels(self, weight: Tensor) -> Tensor:
-        """A weight's values at the points, [points, channels in, channels out]."""
-        outs, ins = weight.shape[:2]
-        values = self.kernels @ weight.permute(3, 2, 1, 0).reshape(KERNEL**2, ins * outs)
-        return values.view(-1, ins, outs)
+        """A weight's values at the points, [points, channels out, channels in]."""
+        values = self.kernels @ weight.permute(3, 2, 0, 1).reshape(KERNEL**2, -1)
+        return values.view(-1, *weight.shape[:2])
 
     def _result(self, y: Tensor, bias: Tensor | None) -> Tensor:
         out = back(y, self.samples, self.outputs)
@@ -93,9 +92,8 @@ class Tiles(Weighted):
 
     def _give(self, found: Params, values: Tensor) -> None:
         """Hand over the weight's part, from its values at the points."""
-        ins, outs = values.shape[1:]
-        weight = self.kernels.t() @ values.view(-1, ins * outs)
-        found[self.names[0]] = weight.view(KERNEL, KERNEL, ins, outs).permute(3, 2, 1, 0)
+        weight = self.kernels.t() @ values.flatten(1)
+        found[self.names[0]] = weight.view(KERNEL, KERNEL, *values.shape[1:]).permute(2, 3, 1, 0)
 
     def _give_bias(self, found: Params, d: Tensor) -> None:
         if self.trained[1]:
@@ -126,50 +124,53 @@ def filled(sizes: Sequence[int]) -> float:
 
 
 class Way(NamedTuple):
-    """The way of images to the points, for each axis, [points, tiles, numbers].
+    """The way of images to the points as batched products: across every row, then down every column of what that gives.
 
     Where tiles have no number in common, ``tile`` is the way of one, both axes at once, and the fewer multiplications.
     """
 
-    rows: Tensor
-    columns: Tensor
-    tile: Tensor | None
+    across: Tensor  # [height, points of the width and tiles, width]
+    down: Tensor  # [points of the width, points of the height and tiles, height]
+    tile: Tensor | None  # [points, numbers of a tile]
+    points: int
+    tiles: tuple[int, int]
 
     @classmethod
     def of(cls, rows: Tensor, columns: Tensor, apart: bool) -> Way:
-        if not apart:
-            return cls(rows, columns, None)
-        high, wide = (way[:, 0, : way.shape[2] // way.shape[1]] for way in (rows, columns))
-        # The points of the width come first, and the numbers of the height.
-        return cls(rows, columns, torch.einsum("rh,cw->crhw", high, wide).flatten(2).flatten(0, 1))
+        """From that of each axis, [points, tiles, numbers], and whether tiles have no number in common."""
+        tile = None
+        if apart:
+            high, wide = (way[:, 0, : way.shape[2] // way.shape[1]] for way in (rows, columns))
+            # The points of the width come first, and the numbers of the height.
+            tile = torch.einsum("rh,cw->crhw", high, wide).flatten(2).flatten(0, 1)
+        across = columns.flatten(0, 1).expand(rows.shape[2], -1, -1)
+        down = rows.flatten(0, 1).expand(len(columns), -1, -1)
+        return cls(across, down, tile, len(columns) * len(rows), (rows.shape[1], columns.shape[1]))
 
 
 def there(x: Tensor, way: Way) -> Tensor:
     """Images' values at the points, [points, tiles * samples, channels]."""
-    samples, channels, height, width = x.shape
-    x, (rows, columns, tile) = x.permute(WITHIN), way
-    if tile is not None:
-        down, across = rows.shape[1], columns.shape[1]
-        x = x.reshape(down, height // down, across, width // across, -1).permute(1, 3, 0, 2, 4)
-        return (tile @ x.reshape(tile.shape[1], -1)).view(len(tile), -1, channels)
-    x = x.reshape(height, width, samples * channels)
-    x = torch.bmm(columns.flatten(0, 1).expand(height, -1, -1), x).view(height, len(columns), -1).transpose(0, 1)
-    return torch.bmm(rows.flatten(0, 1).expand(len(columns), -1, -1), x).view(len(columns) * len(rows), -1, channels)
+    _, channels, height, width = x.shape
+    x, (across, down, tile, points, (high, wide)) = x.permute(WITHIN), way
+    if tile is None:
+        x = torch.bmm(across, x.reshape(height, width, -1)).view(height, len(down), -1)
+        return torch.bmm(down, x.transpose(0, 1)).view(points, -1, channels)
+    x = x.reshape(high, height // high, wide, width // wide, -1).permute(1, 3, 0, 2, 4)
+    return (tile @ x.reshape(tile.shape[1], -1)).view(points, -1, channels)
 
 
 def back(y: Tensor, samples: int, way: Way) -> Tensor:
     """The transpose of ``there``."""
-    rows, columns, tile = way
-    height, width = rows.shape[2], columns.shape[2]
-    if tile is not None:
-        down, across = rows.shape[1], columns.shape[1]
-        x = (tile.t() @ y.view(len(tile), -1)).view(height // down, width // across, down, across, -1)
-        x = x.permute(2, 0, 3, 1, 4).reshape(height, width, samples, -1)
+    across, down, tile, points, (high, wide) = way
+    height, width = len(across), across.shape[2]
+    if tile is None:
+        y = y.view(len(down), down.shape[1], -1)
+        x = y.new_empty(height, len(down), y.shape[2])
+        torch.bmm(down.mT, y, out=x.transpose(0, 1))
+        x = torch.bmm(across.mT, x.view(height, across.shape[1], -1))
     else:
-        count, rows, columns = len(columns), rows.flatten(0, 1).t(), columns.flatten(0, 1).t()
-        x = y.new_empty(height, count, y.numel() // (rows.shape[1] * count))
-        torch.bmm(rows.expand(count, -1, -1), y.view(count, rows.shape[1], -1), out=x.transpose(0, 1))
-        x = torch.bmm(columns.expand(height, -1, -1), x.view(height, columns.shape[1], -1))
+        x = (tile.t() @ y.view(points, -1)).view(height // high, width // wide, high, wide, -1)
+        x = x.permute(2, 0, 3, 1, 4).reshape(height, width, -1)
     return x.view(height, width, samples, -1).permute(WITHIN)
 
 
@@ -180,8 +181,11 @@ def ways(height: int, width: int, up: int, left: int, dtype: torch.dtype) -> tup
     both = outputs, others[1]
     alone = all(way.shape[1] == 1 for way in both)
     full = all(way.shape[2] == way.shape[1] * cut(way.shape[2]) for way in both)
-    found = Way.of(images, others[0], alone), Way.of(*both, alone or full)
-    return *found, torch.kron(others[2], kernels)
+    return (
+        Way.of(images, others[0], alone),
+        Way.of(*both, alone or full),
+        torch.kron(others[2], kernels),
+    )
 
 
 def axis(size: int, padding: int, dtype: torch.dtype) -> list[Tensor]:
