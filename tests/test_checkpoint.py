@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 import comfedl as cf
-from comfedl import checkpoint, folder
+from comfedl import checkpoint, folder, tree
 from comfedl.callbacks import Callback
+from comfedl.engines.embedded import Embedded
 from comfedl.screen import QuorumError, Screen
 
 SAME = ("config.toml", "rounds.jsonl", "clients.jsonl", "model.safetensors")
@@ -79,6 +80,24 @@ def test_a_stopped_run_goes_on_to_the_bit(three_clients: cf.FederatedData, tmp_p
     assert result.clients == whole.clients
     assert result.traffic == whole.traffic
     assert all(torch.equal(result.personal("b")[name], whole.personal("b")[name]) for name in whole.params)
+
+
+def test_the_model_of_a_resumed_run_lies_in_memory_as_that_of_a_run(
+    three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a tensor begins, within the 64 bytes that torch gives it, decides on how a product of it is rounded."""
+    seen: list[int] = []
+    ask = Embedded.run
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(three_clients, tmp_path, callbacks=[StopAt(7, RuntimeError("a bug"))])
+
+    def watched(engine: Embedded, step: str, clients: Any, message: dict[str, Any], number: int) -> Any:
+        seen.extend(leaf.data_ptr() % 64 for leaf in tree.leaves(message))
+        return ask(engine, step, clients, message, number)
+
+    monkeypatch.setattr(Embedded, "run", watched)
+    run(three_clients, tmp_path, resume=True)
+    assert seen and not any(seen)
 
 
 def test_a_finished_run_resumed_stays_as_it_is(three_clients: cf.FederatedData, tmp_path: Path) -> None:

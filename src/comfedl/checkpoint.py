@@ -145,7 +145,8 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Sa
         for client, state in meta["clients"].items() if version == 1 else ():  # each client by itself
             kept[int(client)] = tree.map(lambda leaf: leaf.to(device), give(state))
         try:
-            state = tree.map(lambda leaf, mate: leaf.to(mate.device), give(meta["state"]), like)
+            # Copies lie in memory as the tensors of a run do: by where they lie, the last bit of a product may differ.
+            state = tree.map(lambda leaf, mate: leaf.clone().to(mate.device), give(meta["state"]), like)
         except (LookupError, TypeError, AttributeError) as error:  # the run is this one, but its state has another form
             raise RunFolderError(
                 f"{path} was written by another version of comfedl, which keeps the state of this method otherwise; "
