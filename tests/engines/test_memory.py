@@ -46,6 +46,45 @@ kept = [torch.ones(2**18) for _ in range(32)]
 print(large(), resident() - before)
 """
 
+# How much of the heap that there was the system may make into large pages by itself, later on.
+ADVISED = """
+import ctypes, sys
+from pathlib import Path
+from comfedl.engines.memory import keep
+def heap():
+    found = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word, *rest = line.split()
+        if not word.endswith(":"):
+            inside = line.endswith("[heap]")
+            if inside: found.append([*(int(address, 16) for address in word.split("-")), False])
+        elif inside and word == "VmFlags:":
+            found[-1][2] = "hg" in rest
+    return found
+holes = [bytearray(100_000) for _ in range(4000)][:: int(sys.argv[1])]
+ctypes.CDLL(None).malloc_trim(0)
+end = heap()[-1][1]
+keep(2**30)
+print(sum(min(stop, end) - start for start, stop, advised in heap() if advised and start < end))
+"""
+
+FORKED = """
+import os
+from pathlib import Path
+from comfedl.engines.memory import keep
+def own():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private"))
+held = [bytearray(100_000) for _ in range(3000)]  # 300 MB, which a child shares
+if os.fork():
+    os.wait()
+else:
+    before = own()
+    keep(2**30)
+    print(own() - before, flush=True)
+    os._exit(0)
+"""
+
 
 def run(code: str, chosen: bool, *given: str) -> list[str]:
     """What a process of its own prints, with the user's choice of how glibc keeps memory or without one."""
@@ -75,6 +114,24 @@ def test_large_pages_are_taken_where_the_system_waits_to_be_asked(chosen: bool) 
 def test_a_heap_full_of_holes_is_not_filled() -> None:
     asked, _, _ = map(int, run(LARGE, False, "4000"))  # 400 MB
     assert asked < 40e6
+
+
+@pytest.mark.parametrize(("every", "whole"), [("1", True), ("20", False)])
+def test_nor_is_it_later_on(every: str, whole: bool) -> None:
+    """Where large pages are asked for, the system fills what has one page in two megabytes."""
+    (advised,) = map(int, run(ADVISED, False, every))
+    assert (advised > 300e6) == (whole and large_pages_wait())
+    assert whole or advised == 0
+
+
+def test_a_heap_that_is_shared_with_a_parent_is_not_copied() -> None:
+    (grown,) = map(int, run(FORKED, False))
+    assert grown < 40e6
+
+
+def test_little_memory_is_no_less_than_glibc_keeps() -> None:
+    _, faults = run(PAGES.replace("keep(2**28)", "keep(1)").replace("2**18", "2**12").replace("32", "4"), False)
+    assert int(faults) < 100
 
 
 def test_of_several_sizes_the_largest_counts() -> None:
