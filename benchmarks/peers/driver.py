@@ -128,9 +128,11 @@ def measure(
                 lose(work, peer, record, workers, error, "no second round")
         for repeat in range(plan.repeats):
             say(f"{', '.join(works)}: turn {repeat + 1} of {plan.repeats}")
-            order = list(workers)
+            order = list(dict.fromkeys(peer for _, peer in workers))
             turn = repeat % max(len(order), 1)
-            for work, peer in order[turn:] + order[:turn]:
+            for peer, work in product(order[turn:] + order[:turn], works):
+                if (work, peer) not in workers:
+                    continue
                 record = records[work][peer]
                 rounds = max(1, math.ceil(plan.seconds / max(record["round_s"], 1e-6)))
                 try:

@@ -26,7 +26,9 @@ def test_rounds_that_are_drawn_ahead_are_those_drawn_alone() -> None:
         alone = rng.subsets(keys(round), sizes, 2, 5) + np.array([0, 30, 34])[:, None, None]
         assert np.array_equal(found, alone)
         found += 1  # it is the caller's own
-    assert asked[:5] == [1, 2, 3, 4, 5] and len(asked) < 100  # from the second round on several at once
+        if round == 1:
+            assert asked == [1]  # who takes part may be others in the next
+    assert asked[1:9] == [*range(2, 10)] and len(asked) < 100  # from the second round on several at once
 
 
 def test_many_numbers_are_not_drawn_ahead() -> None:

@@ -295,7 +295,7 @@ def test_the_first_layers_as_one(data: st.DataObject, seed: int, samples: int, n
 
 @pytest.mark.parametrize(("kernel", "size"), [((3, 1), (6, 5)), ((1, 3), (1, 9))])
 def test_the_first_layers_as_one_where_patches_share_numbers(kernel: tuple[int, int], size: tuple[int, int]) -> None:
-    """Then they could be a view, of which products are none."""
+    """As with a kernel of one column or of one row."""
     first = nn.Conv2d(1, 2, kernel, padding=(kernel[0] // 2, 0), bias=False)
     module = nn.Sequential(first, nn.BatchNorm2d(2), nn.MaxPool2d((1, 2)), nn.Flatten(), nn.LazyLinear(CLASSES))
     data = batch((1, *size))

@@ -123,7 +123,7 @@ class Drawers:
         self._rounds = max(1, min(ROUNDS, rng.FEW // batches, NUMBERS // (batches * draw.size)))
         self._subsets: dict[int, rng.Subsets] = {}  # by how many rounds they are for
         self._ahead: dict[int, Sizes] = {}
-        self._last = 0
+        self._last = -1
 
     def places(self, round: int, keys: Callable[[int], list[int]]) -> Sizes:
         """What they draw in a round, as places in the split's flat tensors, [clients, batches, samples].

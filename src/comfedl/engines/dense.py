@@ -93,16 +93,18 @@ class Dense(Stacked):
         return x * torch.stack(kept).div_(1 - p)
 
     def pull_loss(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
-        x, y, inside = self._flat(batch)
-        if self._by_hand is None or x.ndim != 3:
-            return super().pull_loss(params, buffers, batch)
-        return *pull_cross_entropy(self._by_hand, params, x, y, inside), buffers
+        if self._by_hand is not None:
+            x, y, inside = self._flat(batch)
+            if x.ndim == 3:
+                return *pull_cross_entropy(self._by_hand, params, x, y, inside), buffers
+        return super().pull_loss(params, buffers, batch)
 
     def pull_curved(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
-        x, y, inside = self._flat(batch)
-        if self._by_hand is None or x.ndim != 3:
-            return super().pull_curved(params, buffers, batch)
-        return *curve_cross_entropy(self._by_hand, params, x, y, inside), buffers
+        if self._by_hand is not None:
+            x, y, inside = self._flat(batch)
+            if x.ndim == 3:
+                return *curve_cross_entropy(self._by_hand, params, x, y, inside), buffers
+        return super().pull_curved(params, buffers, batch)
 
     def descend(self, model: Model, batches: Sequence[Batch], rate: float) -> tuple[Params, Tensor] | None:
         layers = self._by_hand

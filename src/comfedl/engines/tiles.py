@@ -180,12 +180,8 @@ def ways(height: int, width: int, up: int, left: int, dtype: torch.dtype) -> tup
     (images, outputs, kernels), others = (axis(*each, dtype) for each in ((height, up), (width, left)))
     both = outputs, others[1]
     alone = all(way.shape[1] == 1 for way in both)
-    full = all(way.shape[2] == way.shape[1] * cut(way.shape[2]) for way in both)
-    return (
-        Way.of(images, others[0], alone),
-        Way.of(*both, alone or full),
-        torch.kron(others[2], kernels),
-    )
+    full = all(way.shape[2] == way.shape[1] * cut(way.shape[2]) for way in both)  # the last tile as well
+    return Way.of(images, others[0], alone), Way.of(*both, full), torch.kron(others[2], kernels)
 
 
 def axis(size: int, padding: int, dtype: torch.dtype) -> list[Tensor]:
