@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import comfedl as cf
+from comfedl import tree
 from comfedl.engines import by_layers, entry, rows, tiles
 from comfedl.engines.by_layers import Chain
 from comfedl.engines.convolution import ChannelsLast, laid_out
@@ -675,15 +678,31 @@ def test_exact_meta_learning_is_double_backward(steps: int, own: bool) -> None:
     assert max(float((found.direction[n] - first.direction[n]).abs().max()) for n in first.direction) > 1e-3
 
 
-def test_what_the_product_has_kept_is_free_after_it() -> None:
-    module = small()
+def test_what_the_product_has_kept_is_free_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, made = small(), []
     model = state(module)
+    make = by_layers.Linear
+    monkeypatch.setattr(by_layers, "Linear", lambda *given: made.append(weakref.ref(layer := make(*given))) or layer)
     learner = ChannelsLast(Learner(module, functional.cross_entropy))
     _, times, _ = learner.pull_curved(model["params"], {}, batch((2, 9, 8)))
-    layers = times.args[1]  # type: ignore[attr-defined]
-    assert layers
+    assert made and all(layer() is not None for layer in made)
     times(direction(model["params"]))
-    assert not layers
+    gc.collect()
+    assert all(layer() is None for layer in made)
+
+
+def test_what_is_given_can_be_used_for_anything() -> None:
+    """Differentiated, written on, kept: it is made in torch's inference mode, whose own tensors cannot."""
+    module = scattered(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(126, CLASSES)), 3)
+    model, learner = state(module), ChannelsLast(Learner(module, functional.cross_entropy))
+    value, back, after = learner.pull_loss(*model.values(), batch((2, 9, 8)))
+    slope, times, again = learner.pull_curved(*model.values(), batch((2, 9, 8)))
+    given = [value, back(torch.ones_like(value)), after, slope, times(slope), again]
+    for leaf in (leaf for part in given for leaf in tree.leaves(part)):
+        assert not leaf.is_inference()
+        leaf += 1
+        if leaf.is_floating_point():
+            (leaf * torch.ones_like(leaf).requires_grad_()).sum().backward()
 
 
 # Dense models of many clients.

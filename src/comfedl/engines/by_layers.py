@@ -6,7 +6,7 @@ keeps what it saw, and the product is one more pass there and one back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -59,24 +59,30 @@ class Chain:
         images = x.ndim == 4 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
         return images and y.ndim == 1 and len(params) > 0
 
-    @torch.no_grad()
     def pull(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
         """The mean cross-entropy, its pullback (to be called once), and the buffers afterwards."""
         value, layers, loss, after = _forward(self._once, params, buffers, batch)
-        return value, partial(_pulled_back, params, layers, loss), after
+        return value.clone(), lambda d: _given(params, _pulled_back(layers, loss, d)), _given(after, after)
 
-    @torch.no_grad()
     def curve(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
         """The gradient, the Hessian's product (to be called once) and the buffers afterwards."""
-        value, layers, loss, after = _forward(self._twice, params, buffers, batch)
-        d: Tensor | None = loss.backward(torch.ones_like(value))
-        found: Params = {}
-        for layer in reversed(layers):
-            assert d is not None
-            d = layer.backward(d, found)
-        return {name: found[name] for name in params}, partial(_product, params, layers, loss), after
+        _, layers, loss, after = _forward(self._twice, params, buffers, batch)
+        found = _given(params, _slope(layers, loss))
+        return found, lambda v: _given(params, _product(layers, loss, v)), _given(after, after)
 
 
+def _given(names: Iterable[str], found: Params) -> Params:
+    """Copies that may be used for anything, images' weights with the channels last as they are computed with.
+
+    In torch's inference mode operations take less time to call, but what is made in it cannot be differentiated later.
+    """
+    return {
+        name: found[name].clone(memory_format=torch.channels_last if found[name].ndim == 4 else torch.preserve_format)
+        for name in names
+    }
+
+
+@torch.inference_mode()
 def _forward(
     makes: Sequence[Make], params: Params, buffers: Params, batch: Batch
 ) -> tuple[Tensor, list[Layer], CrossEntropy, Params]:
@@ -96,18 +102,28 @@ def _forward(
     return loss.forward(x), layers, loss, after
 
 
-@torch.no_grad()
-def _pulled_back(params: Params, layers: list[Layer], loss: CrossEntropy, cotangent: Tensor) -> Params:
+@torch.inference_mode()
+def _pulled_back(layers: list[Layer], loss: CrossEntropy, cotangent: Tensor) -> Params:
     d: Tensor | None = loss.backward(cotangent)
     found: Params = {}
     while layers:  # what a layer has kept is free as soon as it is done
         assert d is not None
         d = layers.pop().backward(d, found)
-    return {name: found[name] for name in params}
+    return found
 
 
-@torch.no_grad()
-def _product(params: Params, layers: list[Layer], loss: CrossEntropy, v: Params) -> Params:
+@torch.inference_mode()
+def _slope(layers: Sequence[Layer], loss: CrossEntropy) -> Params:
+    d: Tensor | None = loss.backward(torch.ones_like(loss.total))
+    found: Params = {}
+    for layer in reversed(layers):
+        assert d is not None
+        d = layer.backward(d, found)
+    return found
+
+
+@torch.inference_mode()
+def _product(layers: list[Layer], loss: CrossEntropy, v: Params) -> Params:
     dx: Tensor | None = None
     for layer in layers:
         dx = layer.forward_along(dx, v)
@@ -117,7 +133,7 @@ def _product(params: Params, layers: list[Layer], loss: CrossEntropy, v: Params)
     while layers:
         assert dd is not None
         dd = layers.pop().backward_along(dd, found)
-    return {name: found[name] for name in params}
+    return found
 
 
 def _makes(layers: Sequence[tuple[str, nn.Module]], twice: bool) -> list[Make] | None:

@@ -78,6 +78,7 @@ def pooled(x: Tensor, laid: Form, sizes: Sequence[Sequence[int]], ceil: bool) ->
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _firsts(shape: torch.Size) -> Tensor:
     """Where each plane begins, [samples, channels, 1, 1]."""
     samples, channels, height, width = shape

@@ -175,6 +175,7 @@ def back(y: Tensor, samples: int, way: Way) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def ways(height: int, width: int, up: int, left: int, dtype: torch.dtype) -> tuple[Way, Way, Tensor]:
     """The ways to the points of images of a size, of their outputs, and of kernels, [points, numbers]."""
     (images, outputs, kernels), others = (axis(*each, dtype) for each in ((height, up), (width, left)))
