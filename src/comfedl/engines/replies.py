@@ -120,9 +120,8 @@ class StackedReplies(Replies):
         def total(*leaves: Tensor) -> Tensor:
             if not leaves[0].is_floating_point():
                 return torch.stack([leaf.amax(dim=0) for leaf in leaves]).amax(dim=0)
-            sums = [
-                leaf.reshape(len(leaf), -1).t().mv(share.to(leaf)) for share, leaf in zip(shares, leaves, strict=True)
-            ]
+            rows = zip(shares, leaves, strict=True)
+            sums = [share.to(leaf).unsqueeze(0).mm(leaf.reshape(len(leaf), -1)) for share, leaf in rows]
             return reduce(Tensor.add_, sums).view(leaves[0].shape[1:])
 
         return tree.map(total, *(part.reply[name] for part in self._parts))
