@@ -129,8 +129,8 @@ def entered(layer: nn.Conv2d, twice: bool) -> bool:
 def fast_products() -> bool:
     """Whether torch's products of matrices are as near to the processor's limit as its convolutions.
 
-    The library for the former, MKL, is written for Intel's processors; on an AMD EPYC products with patches took a
-    third longer than the convolutions that they stand for.
+    The library for the former, MKL, is written for Intel's processors; on an AMD EPYC a first layer with large patches
+    took longer by products than by convolutions.
     """
     try:
         return b"GenuineIntel" in Path("/proc/cpuinfo").read_bytes()
