@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pkgutil
 import random
 import shutil
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 import tomllib
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -669,3 +671,30 @@ def test_an_interrupted_search_can_be_used(tmp_path: Path, number: int) -> None:
     assert read_config(tmp_path / "study/best.toml")
     plan: Plan = make_plan(config, sampler="grid", trials=states[TrialState.COMPLETE] + 2)
     assert len(done(tune(plan, tmp_path / "study"))) == states[TrialState.COMPLETE] + 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process sends itself")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops it; the search may not
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["study.Study.next", "study.Study.report", "study.Study.tell", "workers.run_task"])
+def test_an_interrupt_that_python_drops_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str
+) -> None:
+    """What is raised while an object is let go of goes nowhere, and a database lets go of many."""
+    plain = pkgutil.resolve_name(f"comfedl.tuning.{where}")
+    calls = 0
+
+    def signalled(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            weakref.finalize(Counter(), os.kill, os.getpid(), number)  # at once: nothing else holds the counter
+        return plain(*given)
+
+    monkeypatch.setattr(f"comfedl.tuning.{where}", signalled)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    tuned = search(tmp_path)
+    assert calls == 2 and tuned.interrupted and len(tuned.trials) < 6
+    assert not any(trial.state == TrialState.RUNNING for trial in trials(tmp_path))
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert len(done(search(tmp_path))) == 6

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +16,7 @@ from comfedl.folder import readable
 from comfedl.lock import release_lock, take_lock
 from comfedl.settings import to_toml
 from comfedl.tuning.plan import Plan
+from comfedl.tuning.stops import Stops, Whole
 from comfedl.tuning.trial import INTERRUPTED, Data, Ended
 from comfedl.tuning.watch import Watch
 from comfedl.tuning.workers import run_here, run_in_processes
@@ -73,23 +71,26 @@ def tune(plan: Plan, out: Path, jobs: int = 1, log: str = "bar") -> Tuned:
     _check_data(plan, data)
     if jobs > 1:
         data = Data()  # each process has its own
-    with _folder(out), _readable_study(file):
+    with _folder(out), _readable_study(file), Stops() as stops:
         from comfedl.tuning.study import Study
 
         keep, fresh, study = True, not file.exists(), None
         try:
-            study = Study(plan, out, url, watch)
-            interrupted = _run(study, watch, jobs, data)
-            trials = study.ended()
-            return Tuned(plan, trials, _write_best(plan, trials, out / "best.toml"), url, interrupted)
+            with stops.held():
+                study = Study(plan, out, url, watch)
+            interrupted = _run(study, watch, jobs, data, stops)
+            with stops.held():
+                trials = study.ended()
+                return Tuned(plan, trials, _write_best(plan, trials, out / "best.toml"), url, interrupted)
         except Exception:
             keep = not fresh or (study is not None and study.counted() > 0)
             raise
         finally:
-            if study is not None:
-                study.close()
-            if not keep:  # an error before any trial has ended leaves nothing
-                file.unlink(missing_ok=True)
+            with stops.held():
+                if study is not None:
+                    study.close()
+                if not keep:  # an error before any trial has ended leaves nothing
+                    file.unlink(missing_ok=True)
 
 
 def optuna_needed() -> None:
@@ -101,17 +102,18 @@ def optuna_needed() -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-def _run(study: Study, watch: Watch, jobs: int, data: Data) -> bool:
+def _run(study: Study, watch: Watch, jobs: int, data: Data, stops: Stops) -> bool:
     """Run trials; gives whether that was interrupted. However it ends, what is under way is put back."""
+    asked = Whole(study, stops)
     watch.start()
     try:
-        with _stopping():
-            run_here(study, data) if jobs == 1 else run_in_processes(study, jobs)
+        run_here(asked, data) if jobs == 1 else run_in_processes(asked, jobs)
     except KeyboardInterrupt:
         return True
     finally:
-        watch.stop()
-        study.put_back()
+        with stops.held():
+            watch.stop()
+            study.put_back()
     return False
 
 
@@ -175,20 +177,3 @@ def _readable_study(path: Path) -> Iterator[None]:
         cause = error.__cause__ or error
         said = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
         raise RunFolderError(f"{path} cannot be used ({said}); see to it, or give another --out.") from error
-
-
-@contextlib.contextmanager
-def _stopping() -> Iterator[None]:
-    """SIGTERM ends a search as Ctrl-C does."""
-
-    def stop(number: int, frame: types.FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
