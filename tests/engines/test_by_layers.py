@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ from torch.nn import functional
 
 import comfedl as cf
 from comfedl import tree
-from comfedl.engines import by_layers, entry, rows, tiles
+from comfedl.engines import by_layers, entry, products, rows, tiles
 from comfedl.engines.by_layers import Chain
 from comfedl.engines.convolution import ChannelsLast, laid_out
 from comfedl.engines.dense import Dense
@@ -322,15 +321,6 @@ def test_where_the_first_layers_are_one(
         assert taken(module, x, again)[0] is (Entry if expected else Convolution)
 
 
-@pytest.mark.parametrize(("told", "fast"), [("GenuineIntel", True), ("AuthenticAMD", False), (None, False)])
-def test_whose_products_are_fast(told: str | None, fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if told is not None:
-        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {told}\n")
-    monkeypatch.setattr(entry, "Path", lambda name: tmp_path / Path(name).name)
-    monkeypatch.setattr(entry.platform, "processor", lambda: "")
-    assert entry.fast_products.__wrapped__() is fast
-
-
 @pytest.mark.parametrize("scale", [0.0, -0.4, 1e-9])
 def test_the_first_layers_as_one_with_scales_of_any_sign(scale: float) -> None:
     module = nn.Sequential(
@@ -558,10 +548,14 @@ def test_one_layer_for_several_places() -> None:
     agrees(scattered(module, 5), batch((2, 6, 6)))
 
 
+@pytest.mark.parametrize("numpy", [False, True])
 @pytest.mark.parametrize(("filters", "side"), [(2, 16), (32, 16), (32, 12)])
-def test_single_precision_is_as_near_as_autograd(filters: int, side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_precision_is_as_near_as_autograd(
+    filters: int, side: int, numpy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the plain layers, and with the first ones as one and the others by tiles of four, and of three."""
     monkeypatch.setattr(entry, "fast_products", lambda: True)
+    monkeypatch.setattr(products, "small_by_numpy", lambda: numpy)
     module = scattered(cf.models.cnn4((2, side, side), CLASSES, filters=filters), 0)
     data = batch((2, side, side), samples=16)
     kinds = taken(module, data[0])

@@ -9,14 +9,11 @@ the products themselves.
 
 from __future__ import annotations
 
-import platform
-from functools import cache
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 
 from comfedl.engines.layers import Norm, Parts, Pass, less
+from comfedl.engines.products import fast_products
 from comfedl.engines.rows import Pool, form, picked, put
 from comfedl.problem import Params
 
@@ -123,19 +120,6 @@ def entered(layer: nn.Conv2d, twice: bool) -> bool:
     size = layer.weight[0].numel()
     most = layer.out_channels if twice and fast_products() else min(SMALL, layer.out_channels)
     return layer.groups == 1 and size <= most
-
-
-@cache
-def fast_products() -> bool:
-    """Whether torch's products of matrices are as near to the processor's limit as its convolutions.
-
-    The library for the former, MKL, is written for Intel's processors; on an AMD EPYC a first layer with large patches
-    took longer by products than by convolutions.
-    """
-    try:
-        return b"GenuineIntel" in Path("/proc/cpuinfo").read_bytes()
-    except OSError:  # not Linux
-        return "Intel" in platform.processor()
 
 
 def _dot(weight: Tensor, sums: Tensor) -> Tensor:

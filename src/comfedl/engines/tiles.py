@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from comfedl.engines.layers import Pass, Weighted
+from comfedl.engines.products import added, products
 from comfedl.engines.rows import WITHIN
 from comfedl.problem import Params
 
@@ -52,34 +53,34 @@ class Tiles(Weighted):
         height, width = x.shape[2:]
         self.images, self.outputs, self.kernels = ways(height, width, *self.padding, x.dtype)
         self.x, self.w, self.samples = there(x, self.images), self._kernels(self.weight), len(x)
-        return self._result(torch.bmm(self.x, self.w.mT), self.bias)
+        return self._result(products(self.x, self.w.mT), self.bias)
 
     def backward(self, d: Tensor, found: Params) -> Tensor | None:
         self.d = there(d, self.outputs)
         if self.trained[0]:
-            self._give(found, torch.bmm(self.d.mT, self.x))
+            self._give(found, products(self.d.mT, self.x))
         self._give_bias(found, d)
-        return None if self.lowest else back(torch.bmm(self.d, self.w), self.samples, self.images)
+        return None if self.lowest else back(products(self.d, self.w), self.samples, self.images)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         weight, bias = self.along(v)
         self.v = self._kernels(weight)
         if dx is None:
-            self.dx, y = None, torch.bmm(self.x, self.v.mT)
+            self.dx, y = None, products(self.x, self.v.mT)
         else:
             self.dx = there(dx, self.images)
-            y = torch.bmm(self.dx, self.w.mT).baddbmm_(self.x, self.v.mT)
+            y = added(products(self.dx, self.w.mT), self.x, self.v.mT)
         return self._result(y, None if self.centred else bias)
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
         moved = there(dd, self.outputs)
         if self.trained[0]:
-            weight = torch.bmm(moved.mT, self.x)
-            self._give(found, weight if self.dx is None else weight.baddbmm_(self.d.mT, self.dx))
+            weight = products(moved.mT, self.x)
+            self._give(found, weight if self.dx is None else added(weight, self.d.mT, self.dx))
         self._give_bias(found, dd)
         if self.lowest:
             return None
-        return back(torch.bmm(moved, self.w).baddbmm_(self.d, self.v), self.samples, self.images)
+        return back(added(products(moved, self.w), self.d, self.v), self.samples, self.images)
 
     def _kernels(self, weight: Tensor) -> Tensor:
         """A weight's values at the points, [points, channels out, channels in]."""
@@ -131,7 +132,7 @@ class Way(NamedTuple):
 
     across: Tensor  # [height, points of the width and tiles, width]
     down: Tensor  # [points of the width, points of the height and tiles, height]
-    tile: Tensor | None  # [points, numbers of a tile]
+    tile: Tensor | None  # [1, points, numbers of a tile]
     points: int
     tiles: tuple[int, int]
 
@@ -142,7 +143,7 @@ class Way(NamedTuple):
         if apart:
             high, wide = (way[:, 0, : way.shape[2] // way.shape[1]] for way in (rows, columns))
             # The points of the width come first, and the numbers of the height.
-            tile = torch.einsum("rh,cw->crhw", high, wide).flatten(2).flatten(0, 1)
+            tile = torch.einsum("rh,cw->crhw", high, wide).flatten(2).flatten(0, 1)[None]
         across = columns.flatten(0, 1).expand(rows.shape[2], -1, -1)
         down = rows.flatten(0, 1).expand(len(columns), -1, -1)
         return cls(across, down, tile, len(columns) * len(rows), (rows.shape[1], columns.shape[1]))
@@ -153,10 +154,10 @@ def there(x: Tensor, way: Way) -> Tensor:
     _, channels, height, width = x.shape
     x, (across, down, tile, points, (high, wide)) = x.permute(WITHIN), way
     if tile is None:
-        x = torch.bmm(across, x.reshape(height, width, -1)).view(height, len(down), -1)
-        return torch.bmm(down, x.transpose(0, 1)).view(points, -1, channels)
+        x = products(across, x.reshape(height, width, -1)).view(height, len(down), -1)
+        return products(down, x.transpose(0, 1)).view(points, -1, channels)
     x = x.reshape(high, height // high, wide, width // wide, -1).permute(1, 3, 0, 2, 4)
-    return (tile @ x.reshape(tile.shape[1], -1)).view(points, -1, channels)
+    return products(tile, x.reshape(1, tile.shape[2], -1)).view(points, -1, channels)
 
 
 def back(y: Tensor, samples: int, way: Way) -> Tensor:
@@ -166,10 +167,10 @@ def back(y: Tensor, samples: int, way: Way) -> Tensor:
     if tile is None:
         y = y.view(len(down), down.shape[1], -1)
         x = y.new_empty(height, len(down), y.shape[2])
-        torch.bmm(down.mT, y, out=x.transpose(0, 1))
-        x = torch.bmm(across.mT, x.view(height, across.shape[1], -1))
+        products(down.mT, y, out=x.transpose(0, 1))
+        x = products(across.mT, x.view(height, across.shape[1], -1))
     else:
-        x = (tile.t() @ y.view(points, -1)).view(height // high, width // wide, high, wide, -1)
+        x = products(tile.mT, y.view(1, points, -1)).view(height // high, width // wide, high, wide, -1)
         x = x.permute(2, 0, 3, 1, 4).reshape(height, width, -1)
     return x.view(height, width, samples, -1).permute(WITHIN)
 
