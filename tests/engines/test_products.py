@@ -124,12 +124,15 @@ def test_whose_products_are_fast(told: str | None, fast: bool, tmp_path: Path, m
         (False, "AVX2", "scipy-openblas", False),
         (False, "AVX512", "mkl-sdl", False),
         (False, "NEON", "accelerate", False),
+        (False, "AVX512", None, False),
     ],
 )
 def test_where_numpy_is_faster(
-    fast: bool, able: str, blas: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+    fast: bool, able: str, blas: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "fast_products", lambda: fast)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: able)
-    monkeypatch.setattr(np, "show_config", lambda mode: {"Build Dependencies": {"blas": {"name": blas}}})
+    monkeypatch.setattr(
+        np, "show_config", lambda mode: {"Build Dependencies": {"blas": {"name": blas}} if blas else {}}
+    )
     assert small_by_numpy.__wrapped__() is expected

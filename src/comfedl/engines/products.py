@@ -62,8 +62,15 @@ def _cut(x: Tensor, side: int, cuts: int) -> Tensor:
 @cache
 def small_by_numpy() -> bool:
     """Whether NumPy's products of small matrices are faster than torch's."""
-    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]
-    return not fast_products() and torch.backends.cpu.get_cpu_capability() == "AVX512" and "openblas" in blas
+    return not fast_products() and torch.backends.cpu.get_cpu_capability() == "AVX512" and "openblas" in _numpys()
+
+
+def _numpys() -> str:
+    """The library that NumPy was built with."""
+    try:
+        return str(np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"])
+    except (KeyError, TypeError):  # built by other means than its wheels
+        return "unknown"
 
 
 @cache
