@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pkgutil
 import random
@@ -16,7 +17,8 @@ import tomllib
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,6 +37,7 @@ from comfedl.tables import show_trials
 from comfedl.tuning import trial as trial_module
 from comfedl.tuning import workers
 from comfedl.tuning.plan import Plan, make_plan
+from comfedl.tuning.stops import Stops
 from comfedl.tuning.trial import COMPLETE, Data, Outcome, Task, run_task
 from comfedl.tuning.tune import Tuned, tune
 
@@ -650,12 +653,15 @@ def test_no_trial_comes_to_its_end(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork, reads /proc")
+@pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_search_can_be_used(tmp_path: Path, number: int) -> None:
+def test_an_interrupted_search_can_be_used(tmp_path: Path, number: int, jobs: int) -> None:
     config = write(tmp_path, {"algorithm.lr": [round(0.1 + i / 50, 2) for i in range(40)]})
 
     def run() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may have had it ignored
         sys.argv = ["comfedl", "tune", str(config), "--sampler", "grid", "--out", str(tmp_path / "study")]
+        sys.argv += ["--jobs", str(jobs)]
         try:
             cli.main()
         except SystemExit as end:
@@ -667,34 +673,136 @@ def test_an_interrupted_search_can_be_used(tmp_path: Path, number: int) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     states = Counter(trial.state for trial in trials(tmp_path))
     assert 2 <= states[TrialState.COMPLETE] < 40 and not states[TrialState.RUNNING]
-    assert states[TrialState.WAITING] == states[TrialState.FAIL] <= 1
+    assert states[TrialState.WAITING] == states[TrialState.FAIL] <= jobs
     assert read_config(tmp_path / "study/best.toml")
     plan: Plan = make_plan(config, sampler="grid", trials=states[TrialState.COMPLETE] + 2)
     assert len(done(tune(plan, tmp_path / "study"))) == states[TrialState.COMPLETE] + 2
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """SIGINT as Python has it; who started the tests may have had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def send(number: int, dropped: bool) -> None:
+    """Send this process a signal; what its handler raises goes nowhere if it is to be ``dropped``."""
+    if dropped:
+        weakref.finalize(Counter(), os.kill, os.getpid(), number)  # at once: nothing else holds the counter
+    else:
+        os.kill(os.getpid(), number)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process sends itself")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops it; the search may not
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("where", ["study.Study.next", "study.Study.report", "study.Study.tell", "workers.run_task"])
-def test_an_interrupt_that_python_drops_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str
+def test_an_interrupt_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, dropped: bool, where: str
 ) -> None:
-    """What is raised while an object is let go of goes nowhere, and a database lets go of many."""
+    """Python drops what is raised while an object is let go of, and a database lets go of many."""
     plain = pkgutil.resolve_name(f"comfedl.tuning.{where}")
-    calls = 0
+    begun = ended = 0
 
     def signalled(*given: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            weakref.finalize(Counter(), os.kill, os.getpid(), number)  # at once: nothing else holds the counter
-        return plain(*given)
+        nonlocal begun, ended
+        begun += 1
+        if begun == 2:
+            send(number, dropped)
+        found = plain(*given)
+        ended += 1
+        return found
 
     monkeypatch.setattr(f"comfedl.tuning.{where}", signalled)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     tuned = search(tmp_path)
-    assert calls == 2 and tuned.interrupted and len(tuned.trials) < 6
+    assert begun == 2 and tuned.interrupted and len(tuned.trials) < 6
+    if where != "workers.run_task":  # what is written is written whole
+        assert ended == 2
     assert not any(trial.state == TrialState.RUNNING for trial in trials(tmp_path))
     assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert len(done(search(tmp_path))) == 6
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process sends itself")
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize("where", ["__init__", "put_back", "ended", "close"])
+def test_a_study_is_opened_and_closed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    plain = pkgutil.resolve_name(f"comfedl.tuning.study.Study.{where}")
+    begun = ended = 0
+
+    def signalled(*given: Any) -> Any:
+        nonlocal begun, ended
+        begun += 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        found = plain(*given)
+        ended += 1
+        return found
+
+    monkeypatch.setattr(f"comfedl.tuning.study.Study.{where}", signalled)
+    tuned = search(tmp_path)
+    assert begun == ended > 0
+    assert tuned.interrupted == (where != "close")  # by then all is done
+    assert not any(trial.state == TrialState.RUNNING for trial in trials(tmp_path))
+    monkeypatch.undo()
+    assert len(done(search(tmp_path))) == 6
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process sends itself")
+@pytest.mark.usefixtures("heard")
+def test_a_second_interrupt_does_not_cut_into_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, sent = Stops.held, 0
+
+    def again(stops: Stops) -> contextlib.AbstractContextManager[None]:
+        nonlocal sent
+        if sent:
+            sent += 1
+            os.kill(os.getpid(), signal.SIGINT)
+        return held(stops)
+
+    def first(*given: Any) -> None:
+        nonlocal sent
+        sent += 1
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Stops, "held", again)
+    monkeypatch.setattr(workers, "run_task", first)
+    assert search(tmp_path).interrupted and sent > 1
+    assert [trial.state for trial in trials(tmp_path)] == [TrialState.FAIL, TrialState.WAITING]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process sends itself")
+@pytest.mark.usefixtures("heard")
+def test_an_interrupt_while_processes_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = SpawnProcess.start
+
+    def signalled(process: SpawnProcess) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        start(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", signalled)
+    assert search(tmp_path, jobs=2).interrupted
+    assert not multiprocessing.active_children()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process sends itself")
+def test_a_signal_that_is_ignored_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a shell's background, where Ctrl-C is for others."""
+    run = run_task
+
+    def signalled(*given: Any) -> Outcome:
+        os.kill(os.getpid(), signal.SIGINT)
+        return run(*given)
+
+    monkeypatch.setattr(workers, "run_task", signalled)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        tuned = search(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not tuned.interrupted and len(done(tuned)) == 6

@@ -7,6 +7,7 @@ or leave the session unusable. So it is remembered, and raised before and after 
 from __future__ import annotations
 
 import contextlib
+import signal
 import types
 from collections.abc import Iterator
 
@@ -23,14 +24,17 @@ class Stops:
 
     def __enter__(self) -> Stops:
         self._before = signals.caught(self._stop)
+        for number, handler in self._before.items():
+            if handler is signal.SIG_IGN:  # as in a shell's background, where Ctrl-C is for others
+                signal.signal(number, handler)
         return self
 
     def __exit__(self, *_: object) -> None:
         signals.let_go(self._before)
 
     def _stop(self, number: int, frame: types.FrameType | None) -> None:
-        self._asked = True
-        if not self._held:
+        first, self._asked = not self._asked, True
+        if first and not self._held:  # once is enough, and another would cut into the end
             raise KeyboardInterrupt
 
     @contextlib.contextmanager

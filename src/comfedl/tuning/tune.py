@@ -83,7 +83,8 @@ def tune(plan: Plan, out: Path, jobs: int = 1, log: str = "bar") -> Tuned:
                 trials = study.ended()
                 return Tuned(plan, trials, _write_best(plan, trials, out / "best.toml"), url, interrupted)
         except Exception:
-            keep = not fresh or (study is not None and study.counted() > 0)
+            with stops.held():
+                keep = not fresh or (study is not None and study.counted() > 0)
             raise
         finally:
             with stops.held():
@@ -105,8 +106,8 @@ def optuna_needed() -> None:
 def _run(study: Study, watch: Watch, jobs: int, data: Data, stops: Stops) -> bool:
     """Run trials; gives whether that was interrupted. However it ends, what is under way is put back."""
     asked = Whole(study, stops)
-    watch.start()
     try:
+        watch.start()
         run_here(asked, data) if jobs == 1 else run_in_processes(asked, jobs)
     except KeyboardInterrupt:
         return True

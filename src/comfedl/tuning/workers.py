@@ -6,10 +6,12 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Protocol
 
@@ -49,6 +51,8 @@ def run_in_processes(study: Asked, jobs: int) -> None:
     workers: list[_Worker] = []
     try:
         workers += (_Worker(threads) for _ in range(min(jobs, study.left())))
+        for worker in workers:
+            worker.start()
         while True:
             for worker in workers:
                 if worker.idle and (task := study.next()) is not None:
@@ -69,14 +73,16 @@ class _Worker:
 
     def __init__(self, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
+        self.connection, self._theirs = context.Pipe()
         self._task: Task | None = None
         self._ready = False
-        self._process = context.Process(target=_work, args=(theirs, threads), daemon=True)
-        # Ctrl-C reaches all processes of a terminal; this one alone shall act on it.
-        with _ignoring(signal.SIGINT):
+        self._process = context.Process(target=_work, args=(self._theirs, threads), daemon=True)
+
+    def start(self) -> None:
+        """Start the process. Ctrl-C reaches all processes of a terminal; this one alone shall act on it."""
+        with _unheard(signal.SIGINT):
             self._process.start()
-        theirs.close()
+        self._theirs.close()
 
     @property
     def idle(self) -> bool:
@@ -106,22 +112,24 @@ class _Worker:
             self._task = None
 
     def end(self) -> None:
-        self._process.terminate()
-        self._process.join()
+        if self._process.pid is not None:
+            self._process.terminate()
+            self._process.join()
         self.connection.close()
 
 
 @contextlib.contextmanager
-def _ignoring(number: int) -> Iterator[None]:
-    """What is started here ignores a signal from its first moment on."""
-    if threading.current_thread() is not threading.main_thread():
+def _unheard(number: int) -> Iterator[None]:
+    """What is started here never hears a signal; this process hears it afterwards."""
+    if sys.platform == "win32":
         yield
         return
-    before = signal.signal(number, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # which would let the signal through when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
         yield
     finally:
-        signal.signal(number, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class TrialError(RuntimeError):
