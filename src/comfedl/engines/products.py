@@ -42,9 +42,11 @@ def added(to: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def _cuts(a: Tensor, b: Tensor) -> int:
     """Into how many small ones a product is cut, along the longer side of the result; 0 where torch shall take it."""
-    if a.dtype != torch.float32 or not small_by_numpy():
+    rows, inner, columns = *a.shape[1:], b.shape[2]
+    vectors = min(rows, columns) == 1  # for which OpenBLAS may take several threads
+    if vectors or a.dtype != torch.float32 or not small_by_numpy():
         return 0
-    return _evenly(max(a.shape[1], b.shape[2]), a.shape[1] * a.shape[2] * b.shape[2])
+    return _evenly(max(rows, columns), rows * inner * columns)
 
 
 @lru_cache(maxsize=256)
