@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 import comfedl as cf
-from comfedl import demo, vector
 from comfedl.algorithms.base import State
 from comfedl.algorithms.comfedl import known_weights
-from comfedl.algorithms.rounds import Round, Used
-from comfedl.config import parse_config, run_config
-from comfedl.outer import Coupled
+from comfedl.algorithms.context import Round, Used
+from comfedl.cli import demo
+from comfedl.config.schema import parse_config, run_config
+from comfedl.core import client_vector
+from comfedl.core.outer_functions import Coupled
 
 METRICS = ("validation.accuracy.worst", "validation.accuracy.mean", "train.loss.worst", "train.accuracy.worst")
 
@@ -28,8 +29,8 @@ class ByTable(cf.ComFedL):
 
     def round(self, state: State, here: Round) -> tuple[State, Used]:
         replies = here.ask("train", here.sample(), {"model": state["model"]})
-        losses = vector.put(state["losses"], replies.clients, replies.numbers("loss"))
-        known = ~vector.whole(losses).isnan()
+        losses = client_vector.put(state["losses"], replies.clients, replies.numbers("loss"))
+        known = ~client_vector.whole(losses).isnan()
         assert isinstance(self.g, Coupled)
         present = known_weights(self.g, losses)[replies.clients]
         weights = present * min(int(known.sum()) / len(present), 1 / max(float(present.sum()), 1e-300))

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 
 import comfedl as cf
-from comfedl.callbacks import Callback
+from comfedl.training.callbacks import Callback
 
 
 def data(clients: int = 10, samples: int = 200) -> cf.FederatedData:

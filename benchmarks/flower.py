@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 
 from benchmarks.cores import Clock
 from benchmarks.peers.report import machine, told, write_found
-from comfedl.config import Config, parse_config, run_config
-from comfedl.sites.local import run_local
+from comfedl.config.schema import Config, parse_config, run_config
+from comfedl.flower.local_trial import run_local
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS: dict[str, dict[str, Any]] = {

@@ -116,8 +116,8 @@ def measure(point: Point) -> dict[str, Any]:
 
 def _setting(point: Point, np: Any, torch: Any, cf: Any) -> tuple[Any, Any, int | None, int, int]:
     """Data, model, participants, local steps and batch of a point."""
+    from comfedl.data.client_names import Numbered
     from comfedl.data.federated import Split
-    from comfedl.data.names import Numbered
 
     generator = torch.Generator().manual_seed(0)
 

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.report import machine, told, write_found
-from comfedl.engines import memory, tiles
-from comfedl.engines.entry import Entry
-from comfedl.engines.layers import Convolution, Layer, Norm, Parts, Pass
-from comfedl.engines.rows import WITHIN, last, pooled
-from comfedl.engines.tiles import Tiles
-from comfedl.problem import Params
+from comfedl.core.objectives import Params
+from comfedl.engines.kernels import allocator, winograd
+from comfedl.engines.kernels.first_conv import Entry
+from comfedl.engines.kernels.layers import Convolution, Layer, Norm, Parts, Pass
+from comfedl.engines.kernels.layouts import WITHIN, last, pooled
+from comfedl.engines.kernels.winograd import Tiles
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLES = 32
@@ -112,7 +112,7 @@ def as_one(ins: int, kernel: int, outs: int, side: int, repeats: int) -> list[fl
 
 def fitted(found: Sequence[dict[str, Any]], i: int) -> list[float]:
     """The constants of the rule that fit best, errors being relative."""
-    filled = np.array([tiles.filled((row["side"], row["side"])) for row in found])
+    filled = np.array([winograd.filled((row["side"], row["side"])) for row in found])
     ratios = np.array([row["ratios"][i] for row in found])
     far = np.array([row["side"] / min(row["ins"], row["outs"]) for row in found])
     fit: list[float] = np.linalg.lstsq(
@@ -128,12 +128,12 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    memory.keep(512 * 2**20)
+    allocator.keep(512 * 2**20)
     where = machine(ROOT, torch.__version__, None)
     tiled = []
     for ins, outs, side in [(*pair, side) for pair in CHANNELS for side in SIDES]:
         if SAMPLES * max(ins, outs) * side**2 <= MOST:
-            expected = [tiles.expected((side, side), min(ins, outs), twice) for twice in (False, True)]
+            expected = [winograd.expected((side, side), min(ins, outs), twice) for twice in (False, True)]
             ratios = by_tiles(ins, outs, side, given.repeats)
             tiled.append({"ins": ins, "outs": outs, "side": side, "ratios": ratios, "expected": expected})
     first = [

@@ -20,10 +20,10 @@ import torch
 from benchmarks.peers.loops import lean_round, loop_round
 from benchmarks.peers.ours import federated, method
 from benchmarks.workloads import WORKS, Work, build
-from comfedl.algorithms.rounds import Round
+from comfedl.algorithms.context import Round
+from comfedl.core.objectives import Learner, Model
 from comfedl.engines import make_engine
-from comfedl.losses import LOSSES
-from comfedl.problem import Learner, Model
+from comfedl.models.losses import LOSSES
 
 TURN = 0.5  # CPU seconds that a turn aims at
 

@@ -28,8 +28,8 @@ from safetensors.torch import load, save
 
 import comfedl as cf
 from benchmarks.peers.report import machine
-from comfedl import tree
 from comfedl.engines.replies import LocalReplies
+from comfedl.utils import tree
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON: dict[str, Any] = {"lr": 0.01, "local_steps": 1, "batch_size": 4}

@@ -12,10 +12,10 @@ import comfedl as cf
 from benchmarks.peers.pace import Counting, Pace
 from benchmarks.workloads import ADAPT, LR, STEPS, Work, build, parts
 from comfedl.algorithms.base import Algorithm
-from comfedl.callbacks import Callback
-from comfedl.checkpoint import Snapshot
-from comfedl.engines.by_layers import Chain
-from comfedl.problem import Params
+from comfedl.core.objectives import Params
+from comfedl.engines.kernels.conv_chain import Chain
+from comfedl.training.callbacks import Callback
+from comfedl.training.checkpoint import Snapshot
 
 FOREVER = 10**9
 

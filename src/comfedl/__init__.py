@@ -10,116 +10,92 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from comfedl import models
-    from comfedl.algorithms.afl import AFL
-    from comfedl.algorithms.comfedl import ComFedL
-    from comfedl.algorithms.damaml import DAMAML
-    from comfedl.algorithms.deltafl import DeltaFL
-    from comfedl.algorithms.ditto import Ditto
-    from comfedl.algorithms.drfa import DRFA
-    from comfedl.algorithms.fedavg import FedAvg
-    from comfedl.algorithms.fedmaml import FedMAML
-    from comfedl.algorithms.qfedavg import QFedAvg
-    from comfedl.algorithms.term import TERM
-    from comfedl.algorithms.trmaml import TRMAML
-    from comfedl.callbacks import Callback
-    from comfedl.data import load, partition
-    from comfedl.data.federated import FederatedData
-    from comfedl.errors import ComfedlError, ConfigError, DataError, RunFolderError
-    from comfedl.outer import KL, ChiSquare, Custom, CVaR, Exp, Identity, Power, Tilt
-    from comfedl.problem import Adapt, Composition
-    from comfedl.result import Result
-    from comfedl.run import fit
-    from comfedl.saved import load_run
-    from comfedl.screen import QuorumError
-    from comfedl.step import Diverged
+if TYPE_CHECKING:  # what type checkers, editors and import-linter see
+    from comfedl import models as models
+    from comfedl.algorithms.afl import AFL as AFL
+    from comfedl.algorithms.comfedl import ComFedL as ComFedL
+    from comfedl.algorithms.damaml import DAMAML as DAMAML
+    from comfedl.algorithms.deltafl import DeltaFL as DeltaFL
+    from comfedl.algorithms.ditto import Ditto as Ditto
+    from comfedl.algorithms.drfa import DRFA as DRFA
+    from comfedl.algorithms.fedavg import FedAvg as FedAvg
+    from comfedl.algorithms.fedmaml import FedMAML as FedMAML
+    from comfedl.algorithms.qfedavg import QFedAvg as QFedAvg
+    from comfedl.algorithms.term import TERM as TERM
+    from comfedl.algorithms.trmaml import TRMAML as TRMAML
+    from comfedl.analysis.load_run import load_run as load_run
+    from comfedl.core.objectives import Adapt as Adapt
+    from comfedl.core.objectives import Composition as Composition
+    from comfedl.core.outer_functions import KL as KL
+    from comfedl.core.outer_functions import ChiSquare as ChiSquare
+    from comfedl.core.outer_functions import Custom as Custom
+    from comfedl.core.outer_functions import CVaR as CVaR
+    from comfedl.core.outer_functions import Exp as Exp
+    from comfedl.core.outer_functions import Identity as Identity
+    from comfedl.core.outer_functions import Power as Power
+    from comfedl.core.outer_functions import Tilt as Tilt
+    from comfedl.core.protocol import Diverged as Diverged
+    from comfedl.core.reply_validation import QuorumError as QuorumError
+    from comfedl.data import load as load
+    from comfedl.data import partition as partition
+    from comfedl.data.federated import FederatedData as FederatedData
+    from comfedl.training.callbacks import Callback as Callback
+    from comfedl.training.fit import fit as fit
+    from comfedl.training.result import Result as Result
+    from comfedl.utils.errors import ComfedlError as ComfedlError
+    from comfedl.utils.errors import ConfigError as ConfigError
+    from comfedl.utils.errors import DataError as DataError
+    from comfedl.utils.errors import RunFolderError as RunFolderError
 
+# The module of each public name. tests/project/test_public_names.py holds this table against the imports above.
 _HOMES = {
-    "AFL": "algorithms.afl",
-    "Adapt": "problem",
-    "CVaR": "outer",
-    "Callback": "callbacks",
-    "ChiSquare": "outer",
-    "ComFedL": "algorithms.comfedl",
-    "ComfedlError": "errors",
-    "Composition": "problem",
-    "ConfigError": "errors",
-    "Custom": "outer",
-    "DAMAML": "algorithms.damaml",
-    "DRFA": "algorithms.drfa",
-    "DataError": "errors",
-    "DeltaFL": "algorithms.deltafl",
-    "Ditto": "algorithms.ditto",
-    "Diverged": "step",
-    "Exp": "outer",
-    "FedAvg": "algorithms.fedavg",
-    "FedMAML": "algorithms.fedmaml",
-    "FederatedData": "data.federated",
-    "Identity": "outer",
-    "KL": "outer",
-    "Power": "outer",
-    "QFedAvg": "algorithms.qfedavg",
-    "QuorumError": "screen",
-    "Result": "result",
-    "RunFolderError": "errors",
-    "TERM": "algorithms.term",
-    "TRMAML": "algorithms.trmaml",
-    "Tilt": "outer",
-    "fit": "run",
-    "load": "data",
-    "load_run": "saved",
-    "models": "models",
-    "partition": "data",
+    "AFL": "comfedl.algorithms.afl",
+    "Adapt": "comfedl.core.objectives",
+    "CVaR": "comfedl.core.outer_functions",
+    "Callback": "comfedl.training.callbacks",
+    "ChiSquare": "comfedl.core.outer_functions",
+    "ComFedL": "comfedl.algorithms.comfedl",
+    "ComfedlError": "comfedl.utils.errors",
+    "Composition": "comfedl.core.objectives",
+    "ConfigError": "comfedl.utils.errors",
+    "Custom": "comfedl.core.outer_functions",
+    "DAMAML": "comfedl.algorithms.damaml",
+    "DRFA": "comfedl.algorithms.drfa",
+    "DataError": "comfedl.utils.errors",
+    "DeltaFL": "comfedl.algorithms.deltafl",
+    "Ditto": "comfedl.algorithms.ditto",
+    "Diverged": "comfedl.core.protocol",
+    "Exp": "comfedl.core.outer_functions",
+    "FedAvg": "comfedl.algorithms.fedavg",
+    "FedMAML": "comfedl.algorithms.fedmaml",
+    "FederatedData": "comfedl.data.federated",
+    "Identity": "comfedl.core.outer_functions",
+    "KL": "comfedl.core.outer_functions",
+    "Power": "comfedl.core.outer_functions",
+    "QFedAvg": "comfedl.algorithms.qfedavg",
+    "QuorumError": "comfedl.core.reply_validation",
+    "Result": "comfedl.training.result",
+    "RunFolderError": "comfedl.utils.errors",
+    "TERM": "comfedl.algorithms.term",
+    "TRMAML": "comfedl.algorithms.trmaml",
+    "Tilt": "comfedl.core.outer_functions",
+    "fit": "comfedl.training.fit",
+    "load": "comfedl.data",
+    "load_run": "comfedl.analysis.load_run",
+    "models": "comfedl.models",
+    "partition": "comfedl.data",
 }
-
-__all__ = [
-    "AFL",
-    "DAMAML",
-    "DRFA",
-    "KL",
-    "TERM",
-    "TRMAML",
-    "Adapt",
-    "CVaR",
-    "Callback",
-    "ChiSquare",
-    "ComFedL",
-    "ComfedlError",
-    "Composition",
-    "ConfigError",
-    "Custom",
-    "DataError",
-    "DeltaFL",
-    "Ditto",
-    "Diverged",
-    "Exp",
-    "FedAvg",
-    "FedMAML",
-    "FederatedData",
-    "Identity",
-    "Power",
-    "QFedAvg",
-    "QuorumError",
-    "Result",
-    "RunFolderError",
-    "Tilt",
-    "fit",
-    "load",
-    "load_run",
-    "models",
-    "partition",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'comfedl' has no attribute {name!r}")
-    home = importlib.import_module(f"comfedl.{_HOMES[name]}")
-    value = home if _HOMES[name] == name else getattr(home, name)
+    home = importlib.import_module(_HOMES[name])
+    value = home if home.__name__ == f"comfedl.{name}" else getattr(home, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})

@@ -1,5 +1,5 @@
 """``python -m comfedl``."""
 
-from comfedl.cli import main
+from comfedl.cli.main import main
 
 main()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import comfedl as cf
-from reference import (
+from helpers.reference import (
     NAMES,
     SIZES,
     Array,

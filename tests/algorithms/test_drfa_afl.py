@@ -16,10 +16,10 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 import comfedl as cf
-from comfedl import simplex
-from comfedl.algorithms.rounds import Round
+from comfedl.algorithms.context import Round
+from comfedl.core import simplex
 from comfedl.engines.embedded import LocalReplies
-from reference import (
+from helpers.reference import (
     NAMES,
     SIZES,
     Array,

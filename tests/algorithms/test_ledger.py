@@ -15,7 +15,7 @@ import torch
 import comfedl as cf
 from comfedl.algorithms import ALGORITHMS
 from comfedl.algorithms.base import Algorithm
-from reference import CLASSES, FEATURES, SIZES, Normed, batchable, linear, recorded, run, train_data
+from helpers.reference import CLASSES, FEATURES, SIZES, Normed, batchable, linear, recorded, run, train_data
 
 N, ROUNDS = len(SIZES), 3
 d = CLASSES * (FEATURES + 1)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import comfedl as cf
 from comfedl.algorithms.base import Algorithm
-from comfedl.algorithms.rounds import Round
-from reference import (
+from comfedl.algorithms.context import Round
+from helpers.reference import (
     SIZES,
     Array,
     Normed,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import comfedl as cf
 from comfedl.algorithms.base import Algorithm
-from reference import (
+from helpers.reference import (
     CLASSES,
     FEATURES,
     NAMES,

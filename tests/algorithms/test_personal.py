@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 
 import comfedl as cf
 from comfedl.algorithms.base import Algorithm
-from comfedl.problem import Model
-from reference import (
+from comfedl.core.objectives import Model
+from helpers.reference import (
     NAMES,
     SIZES,
     Client,

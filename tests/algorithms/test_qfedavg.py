@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import comfedl as cf
-from comfedl.algorithms.rounds import Round
-from reference import (
+from comfedl.algorithms.context import Round
+from helpers.reference import (
     SIZES,
     Array,
     apart,

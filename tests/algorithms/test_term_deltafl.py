@@ -11,7 +11,7 @@ import pytest
 
 import comfedl as cf
 from comfedl.algorithms.base import Algorithm
-from reference import (
+from helpers.reference import (
     SIZES,
     Array,
     Client,

@@ -10,7 +10,7 @@ import torch
 
 import comfedl as cf
 from comfedl.data import loading
-from comfedl.data.sources import RawData
+from comfedl.data.registry import RawData
 
 PARTITIONS = [
     cf.partition.IID(clients=5),

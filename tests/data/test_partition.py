@@ -29,7 +29,7 @@ from comfedl.data.partition import (
     proportions,
     stratified,
 )
-from comfedl.errors import ConfigError, DataError
+from comfedl.utils.errors import ConfigError, DataError
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 thorough = settings(quick, max_examples=200)

@@ -27,16 +27,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import comfedl as cf
-from comfedl import ranks as started
-from comfedl.callbacks import Callback
-from comfedl.config import parse_config, read_config, run_config
+from comfedl.config.schema import parse_config, read_config, run_config
+from comfedl.core.objectives import Learner
+from comfedl.core.protocol import Batches, Diverged, Outcome
+from comfedl.core.reply_validation import QuorumError
 from comfedl.engines.distributed import shares
-from comfedl.engines.group import Group
-from comfedl.errors import ConfigError, RankError, RankLost
-from comfedl.problem import Learner
-from comfedl.screen import QuorumError
-from comfedl.step import Batches, Diverged, Outcome
-from comfedl.tree import Tree
+from comfedl.engines.process_group import Group
+from comfedl.training.callbacks import Callback
+from comfedl.utils import torchrun as started
+from comfedl.utils.errors import ConfigError, RankError, RankLost
+from comfedl.utils.tree import Tree
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs fork and signals"),
@@ -213,7 +213,7 @@ def assert_close(one: Any, other: Any, bound: float) -> None:
         assert one == other
 
 
-@pytest.mark.filterwarnings("ignore::comfedl.screen.BadReply")
+@pytest.mark.filterwarnings("ignore::comfedl.core.reply_validation.BadReply")
 def test_two_ranks_give_the_embedded_run(ranks: list[tuple[dict[str, Any], int, int]]) -> None:
     for name, (_, _, dtype, _) in CASES.items():
         assert_close(ranks[0][0][name], done(name), 1e-6 if dtype == torch.float32 else 1e-12)
@@ -344,7 +344,7 @@ OTHER = {name: (torch.zeros(4, 4, dtype=F64), torch.zeros(4, dtype=torch.int64))
 def test_more_ranks_than_clients() -> None:
     errors = forked(6, lambda rank: distributed(cf.FedAvg()))
     assert {str(error) for error in errors} == {
-        "There are 6 ranks for 5 clients; start as many ranks as there are clients, or fewer."
+        "There are 6 ranks for 5 clients; start at most as many ranks as there are clients."
     }
 
 

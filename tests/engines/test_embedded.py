@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import comfedl as cf
-from comfedl import tree
 from comfedl.algorithms.base import Algorithm
+from comfedl.core.objectives import Learner
+from comfedl.core.protocol import Draw, Outcome, Step
+from comfedl.engines.client_states import States
 from comfedl.engines.embedded import Embedded, LocalReplies
-from comfedl.engines.states import States
-from comfedl.problem import Learner
-from comfedl.step import Draw, Outcome, Step
+from comfedl.utils import tree
 
 F64 = torch.float64
 

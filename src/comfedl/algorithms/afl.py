@@ -12,14 +12,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from comfedl import checks, tree
 from comfedl.algorithms.base import Algorithm, State
-from comfedl.algorithms.rounds import Round, Used
-from comfedl.errors import ConfigError
-from comfedl.problem import Learner, Model
-from comfedl.simplex import project
-from comfedl.step import NUMBER, Batches, Outcome
-from comfedl.tree import Tree
+from comfedl.algorithms.context import Round, Used
+from comfedl.core.objectives import Learner, Model
+from comfedl.core.protocol import NUMBER, Batches, Outcome
+from comfedl.core.simplex import project
+from comfedl.utils import checks, tree
+from comfedl.utils.errors import ConfigError
+from comfedl.utils.tree import Tree
 
 
 @dataclass(frozen=True)

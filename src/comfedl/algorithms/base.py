@@ -13,22 +13,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from comfedl import checks, tree
-from comfedl.algorithms.rounds import Round, Used
-from comfedl.problem import (
-    Adapt,
-    Batch,
-    Learner,
-    LocalLoss,
-    Model,
-    Objective,
-    Params,
-    Slope,
-    gradient,
-)
-from comfedl.robust import RULES, robust_mean
-from comfedl.step import MODEL, NUMBER, NUMBERS, Batches, Diverged, Draw, Outcome, Replies, Step
-from comfedl.tree import Tree
+from comfedl.algorithms.context import Round, Used
+from comfedl.core.objectives import Adapt, Batch, Learner, LocalLoss, Model, Objective, Params, Slope, gradient
+from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Diverged, Draw, Outcome, Replies, Step
+from comfedl.core.robust_aggregation import RULES, robust_mean
+from comfedl.utils import checks, tree
+from comfedl.utils.tree import Tree
 
 State = dict[str, Tree]
 SPLITS = ("train", "validation", "test")

@@ -12,14 +12,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from comfedl import checks, vector
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
-from comfedl.algorithms.rounds import Round, Used
-from comfedl.errors import ConfigError
-from comfedl.outer import KL, Coupled, Identity, Outer, Separable
-from comfedl.problem import Adapt, Adapted, Composition, Learner, LocalLoss, Model, Objective, Own
-from comfedl.step import NUMBER, Batches, Diverged, Draw, Outcome
-from comfedl.tree import Tree
+from comfedl.algorithms.context import Round, Used
+from comfedl.core import client_vector
+from comfedl.core.objectives import Adapt, Adapted, Composition, Learner, LocalLoss, Model, Objective, Own
+from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable
+from comfedl.core.protocol import NUMBER, Batches, Diverged, Draw, Outcome
+from comfedl.utils import checks
+from comfedl.utils.errors import ConfigError
+from comfedl.utils.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class ComFedL(Algorithm):
         state: State = {"model": model}
         if isinstance(self.g, Coupled):
             # Each client's last known loss; NaN until it has taken part.
-            state["losses"] = vector.full(clients, torch.nan)
+            state["losses"] = client_vector.full(clients, torch.nan)
         return state
 
     def round(self, state: State, here: Round) -> tuple[State, Used]:
@@ -81,7 +82,7 @@ class ComFedL(Algorithm):
             # quantile holds among them. Scaling those of all by n / m would be unbiased, but it stops training: losses
             # that are not seen again stay high while the model gets better, and the participants are left with nothing.
             seen = replies.numbers("loss")
-            losses = vector.put(state["losses"], chosen, seen)
+            losses = client_vector.put(state["losses"], chosen, seen)
             weights, duals = self.g.weights(seen), known_weights(self.g, losses) if here.recorded else None
             state = {**state, "losses": losses}
         else:
@@ -151,7 +152,7 @@ class ComFedL(Algorithm):
 
 def known_weights(outer: Coupled, losses: Tree) -> Tensor:
     """The weights of all clients whose loss is known, and 0 for the others."""
-    table = vector.whole(losses)
+    table = client_vector.whole(losses)
     known = ~table.isnan()
     everybody = torch.zeros_like(table)
     everybody[known] = outer.weights(table[known])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from comfedl import checks
 from comfedl.algorithms.base import Renamed
 from comfedl.algorithms.comfedl import ComFedL
-from comfedl.outer import KL, Exp
-from comfedl.problem import Adapt
+from comfedl.core.objectives import Adapt
+from comfedl.core.outer_functions import KL, Exp
+from comfedl.utils import checks
 
 
 @dataclass(frozen=True)

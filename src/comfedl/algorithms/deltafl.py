@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from comfedl import checks
 from comfedl.algorithms.base import Algorithm, State
-from comfedl.algorithms.rounds import Round, Used
-from comfedl.problem import Learner, LocalLoss
-from comfedl.step import NUMBER, Batches, Draw, Outcome, Step
-from comfedl.tree import Tree
+from comfedl.algorithms.context import Round, Used
+from comfedl.core.objectives import Learner, LocalLoss
+from comfedl.core.protocol import NUMBER, Batches, Draw, Outcome, Step
+from comfedl.utils import checks
+from comfedl.utils.tree import Tree
 
 
 @dataclass(frozen=True)

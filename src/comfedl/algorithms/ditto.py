@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from comfedl import checks
 from comfedl.algorithms.base import descend
 from comfedl.algorithms.fedavg import FedAvg
-from comfedl.problem import Learner, LocalLoss, Model
-from comfedl.step import Batches, Diverged, Outcome
-from comfedl.tree import Tree
+from comfedl.core.objectives import Learner, LocalLoss, Model
+from comfedl.core.protocol import Batches, Diverged, Outcome
+from comfedl.utils import checks
+from comfedl.utils.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from comfedl import checks, duals
 from comfedl.algorithms.base import Algorithm, State
-from comfedl.algorithms.rounds import Round, Used
-from comfedl.problem import Learner, LocalLoss, Model
-from comfedl.step import MODEL, NUMBER, Batches, Draw, Outcome, Step
-from comfedl.tree import Tree
+from comfedl.algorithms.context import Round, Used
+from comfedl.core import dual_weights
+from comfedl.core.objectives import Learner, LocalLoss, Model
+from comfedl.core.protocol import MODEL, NUMBER, Batches, Draw, Outcome, Step
+from comfedl.utils import checks
+from comfedl.utils.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class DRFA(Algorithm):
         checks.between("floor", self.floor, 0, 1)
 
     def init(self, model: Model, clients: int) -> State:
-        return {"model": model, "duals": duals.uniform(clients)}
+        return {"model": model, "duals": dual_weights.uniform(clients)}
 
     def round(self, state: State, here: Round) -> tuple[State, Used]:
         model, lambdas, n = state["model"], state["duals"], here.clients
@@ -62,9 +63,9 @@ class DRFA(Algorithm):
         second = here.ask("loss", here.sample("losses"), {"model": at_snapshot})
         losses, seen = second.numbers("loss"), second.clients
         slope = (n / len(seen)) * (losses - losses.mean() if self.baseline else losses)  # of the others it is 0
-        moved = duals.ascended(lambdas, seen, self.local_steps * self.dual_lr * slope)
-        new = {"model": self.blend(model, replies, mean), "duals": duals.floored(moved, self.floor)}
-        return new, Used(replies.clients, mean, duals.whole(lambdas) if here.recorded else None)
+        moved = dual_weights.ascended(lambdas, seen, self.local_steps * self.dual_lr * slope)
+        new = {"model": self.blend(model, replies, mean), "duals": dual_weights.floored(moved, self.floor)}
+        return new, Used(replies.clients, mean, dual_weights.whole(lambdas) if here.recorded else None)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return values.max()

@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from comfedl import checks
 from comfedl.algorithms.base import Algorithm, State
-from comfedl.algorithms.rounds import Round, Used
+from comfedl.algorithms.context import Round, Used
+from comfedl.utils import checks
 
 WEIGHTINGS = ("samples", "uniform")
 

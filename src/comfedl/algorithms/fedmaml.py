@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from comfedl.algorithms.base import Renamed
 from comfedl.algorithms.comfedl import ComFedL
-from comfedl.problem import Adapt
+from comfedl.core.objectives import Adapt
 
 
 @dataclass(frozen=True)

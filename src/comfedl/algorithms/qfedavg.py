@@ -12,13 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from comfedl import checks
 from comfedl.algorithms.base import Algorithm, State
-from comfedl.algorithms.rounds import Round, Used
-from comfedl.errors import ConfigError
-from comfedl.problem import Learner, LocalLoss
-from comfedl.step import NUMBER, Batches, Diverged, Draw, Outcome
-from comfedl.tree import Tree
+from comfedl.algorithms.context import Round, Used
+from comfedl.core.objectives import Learner, LocalLoss
+from comfedl.core.protocol import NUMBER, Batches, Diverged, Draw, Outcome
+from comfedl.utils import checks
+from comfedl.utils.errors import ConfigError
+from comfedl.utils.tree import Tree
 
 SAMPLINGS = ("uniform", "samples")
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from comfedl.algorithms.base import Renamed
 from comfedl.algorithms.comfedl import ComFedL
-from comfedl.outer import Tilt
+from comfedl.core.outer_functions import Tilt
 
 
 @dataclass(frozen=True)

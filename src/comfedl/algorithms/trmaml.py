@@ -11,12 +11,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from comfedl import checks, duals
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
-from comfedl.algorithms.rounds import Round, Used
-from comfedl.problem import Adapt, Adapted, Learner, Model, Objective
-from comfedl.step import NUMBER, Batches, Draw, Outcome
-from comfedl.tree import Tree
+from comfedl.algorithms.context import Round, Used
+from comfedl.core import dual_weights
+from comfedl.core.objectives import Adapt, Adapted, Learner, Model, Objective
+from comfedl.core.protocol import NUMBER, Batches, Draw, Outcome
+from comfedl.utils import checks
+from comfedl.utils.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,17 @@ class TRMAML(Algorithm):
         return Adapt(self.adapt_lr, self.adapt_steps, self.order, self.delta, self.hessian_batch)
 
     def init(self, model: Model, clients: int) -> State:
-        return {"model": model, "duals": duals.uniform(clients)}
+        return {"model": model, "duals": dual_weights.uniform(clients)}
 
     def round(self, state: State, here: Round) -> tuple[State, Used]:
         p = state["duals"]
         replies = here.ask("train", here.sample(), {"model": state["model"]})
         chosen = replies.clients
         scale = here.clients / len(chosen)
-        weights = scale * duals.take(p, chosen)
-        moved = duals.ascended(p, chosen, self.dual_lr * (scale * replies.numbers("loss")))
+        weights = scale * dual_weights.take(p, chosen)
+        moved = dual_weights.ascended(p, chosen, self.dual_lr * (scale * replies.numbers("loss")))
         new = {"model": self.blend(state["model"], replies, weights), "duals": moved}
-        return new, Used(chosen, weights, duals.whole(p) if here.recorded else None)
+        return new, Used(chosen, weights, dual_weights.whole(p) if here.recorded else None)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return values.max()

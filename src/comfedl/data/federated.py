@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from comfedl.data import names as naming
+from comfedl.data import client_names as naming
 from comfedl.data.split import Batch, Split
-from comfedl.errors import DataError
+from comfedl.utils.errors import DataError
 
 if TYPE_CHECKING:
     from comfedl.data.tabular import Encoding
@@ -142,7 +142,7 @@ class FederatedData:
             scale_target: the same for y in a regression; errors are then in units of its standard deviation.
             missing: "error" refuses missing values, "drop" leaves those rows out.
         """
-        from comfedl.data.own import Shares, from_table
+        from comfedl.data.from_tables import Shares, from_table
 
         shares = Shares(validation, test, seed)
         return from_table(df, client, target, shares, split, drop, task, scale, scale_target, missing)
@@ -156,7 +156,7 @@ class FederatedData:
             validation, test: the same for the clients that have them, or the share of each client's train samples that
                 is held out, drawn by ``seed``; None is none.
         """
-        from comfedl.data.own import from_datasets
+        from comfedl.data.from_tables import from_datasets
 
         return from_datasets(train, validation, test, seed)
 
@@ -171,8 +171,8 @@ class FederatedData:
         JPEG, by Pillow; ``size`` resizes them). A client's folder may hold train, validation and test files in place
         of the shares.
         """
-        from comfedl.data.folders import from_folder
-        from comfedl.data.own import Shares
+        from comfedl.data.from_folders import from_folder
+        from comfedl.data.from_tables import Shares
 
         return from_folder(path, Shares(validation, test, seed), **options)
 
@@ -199,8 +199,8 @@ class FederatedData:
                 ``from_dataframe`` (and take its options); by default all others.
             validation, test, seed: as in ``from_dataframe``.
         """
-        from comfedl.data.hugging import from_huggingface
-        from comfedl.data.own import Shares
+        from comfedl.data.from_huggingface import from_huggingface
+        from comfedl.data.from_tables import Shares
 
         return from_huggingface(data, y, x, client, Shares(validation, test, seed), **options)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from comfedl.errors import DataError
+from comfedl.utils.errors import DataError
 
 
 def from_idx(data: bytes, dimensions: int) -> NDArray[np.uint8]:

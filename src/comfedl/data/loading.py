@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from comfedl import checks, rng
 from comfedl.data import partition as partitions
 from comfedl.data.federated import FederatedData, Split
-from comfedl.data.sources import RawData, read
-from comfedl.errors import ConfigError
+from comfedl.data.registry import RawData, read
+from comfedl.utils import checks, rng
+from comfedl.utils.errors import ConfigError
 
 Rows = NDArray[np.int64]
 

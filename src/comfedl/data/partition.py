@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from comfedl.data.apportion import proportional, rounded
-from comfedl.errors import ConfigError, DataError
+from comfedl.data.rounding import proportional, rounded
+from comfedl.utils.errors import ConfigError, DataError
 
 Rows = NDArray[np.int64]
 Labels = NDArray[Any]

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from comfedl.data import names as naming
+from comfedl.data import client_names as naming
 
 Batch = tuple[Tensor, Tensor]
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from comfedl.errors import DataError, nearest
+from comfedl.utils.errors import DataError, nearest
 
 Rows = NDArray[np.int64]
 NUMBER, FLAG, TEXT = "number", "flag", "text"

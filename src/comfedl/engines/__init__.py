@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from comfedl import checks
+from comfedl.core.objectives import Learner
+from comfedl.core.protocol import Engine, Step
 from comfedl.data.federated import FederatedData
 from comfedl.engines.distributed import Distributed
 from comfedl.engines.embedded import Embedded
-from comfedl.errors import ConfigError
-from comfedl.problem import Learner
-from comfedl.step import Engine, Step
-from comfedl.tree import Tree
+from comfedl.utils import checks
+from comfedl.utils.errors import ConfigError
+from comfedl.utils.tree import Tree
 
 ENGINES: dict[str, type[Embedded] | type[Distributed]] = {"embedded": Embedded, "distributed": Distributed}
 AT_SITES = "flower"

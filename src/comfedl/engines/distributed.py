@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from comfedl import checks, ranks, tree
-from comfedl.checkpoint import fingerprint
+from comfedl.core.objectives import Learner
+from comfedl.core.protocol import Diverged, Engine, Replies, Step, T
+from comfedl.core.reply_validation import QuorumError
+from comfedl.data.client_names import find
 from comfedl.data.federated import FederatedData
-from comfedl.data.names import find
+from comfedl.engines.distributed_replies import ReducedReplies, packed
 from comfedl.engines.embedded import Embedded
-from comfedl.engines.group import BACKENDS, Group
-from comfedl.engines.reduced import ReducedReplies, packed
+from comfedl.engines.process_group import BACKENDS, Group
 from comfedl.engines.replies import LocalReplies
-from comfedl.errors import ConfigError, RankError
-from comfedl.problem import Learner
-from comfedl.screen import QuorumError
-from comfedl.step import Diverged, Engine, Replies, Step, T
-from comfedl.tree import Tree
+from comfedl.utils import checks, torchrun, tree
+from comfedl.utils.errors import ConfigError, RankError
+from comfedl.utils.fingerprint import fingerprint
+from comfedl.utils.tree import Tree
 
 # What the first rank may ask for between two steps; the others wait for it where their next step begins.
 RUN, STATES, SHARE, END, FAILED = range(5)
@@ -56,11 +56,11 @@ class Distributed(Engine):
     ) -> None:
         checks.one_of("backend", backend, BACKENDS)
         checks.positive("timeout_s", timeout_s)
-        ranks.check_started()
-        if ranks.world() > len(data):
+        torchrun.check_started()
+        if torchrun.world() > len(data):
             raise ConfigError(
-                f"There are {ranks.world()} ranks for {len(data)} clients; start as many ranks as there are clients, "
-                "or fewer."
+                f"There are {torchrun.world()} ranks for {len(data)} clients; start at most as many ranks as there are "
+                "clients."
             )
         self._clients = Embedded(data, learner, steps, seed, state, vectorize, memory_mb, workers)
         self.names, self.sizes = self._clients.names, self._clients.sizes

@@ -12,20 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comfedl import checks, rng, tree
+from comfedl.core.objectives import Learner
+from comfedl.core.protocol import Diverged, Engine, Outcome, Replies, Step, check_finite
 from comfedl.data.federated import FederatedData
-from comfedl.engines.batches import Drawn, Given, Sizes, alike, portions
-from comfedl.engines.choice import choose
-from comfedl.engines.convolution import ChannelsLast, laid_out, plain
-from comfedl.engines.crew import Crew
-from comfedl.engines.memory import keep
+from comfedl.engines.client_states import States
+from comfedl.engines.kernels.allocator import keep
+from comfedl.engines.kernels.channels_last import ChannelsLast, laid_out, plain
+from comfedl.engines.kernels.stacked import Stacked
 from comfedl.engines.replies import LocalReplies, Part, StackedReplies, certain, defined, repeated, stacked, unstacked
-from comfedl.engines.stacked import Stacked
-from comfedl.engines.states import States
-from comfedl.errors import ConfigError
-from comfedl.problem import Learner
-from comfedl.step import Diverged, Engine, Outcome, Replies, Step, check_finite
-from comfedl.tree import Tree
+from comfedl.engines.sampling import Drawn, Given, Sizes, alike, portions
+from comfedl.engines.strategy import choose
+from comfedl.engines.thread_pool import Crew
+from comfedl.utils import checks, rng, tree
+from comfedl.utils.errors import ConfigError
+from comfedl.utils.tree import Tree
 
 logger = logging.getLogger("comfedl")
 

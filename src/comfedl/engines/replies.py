@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comfedl import tree
-from comfedl.metrics import undefinable
-from comfedl.step import Replies, Scores
-from comfedl.tree import Tree
+from comfedl.core.client_statistics import undefinable
+from comfedl.core.protocol import Replies, Scores
+from comfedl.utils import tree
+from comfedl.utils.tree import Tree
 
 
 class LocalReplies(Replies):

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comfedl import checks
-from comfedl.config import Config, parse_config, read_settings, with_changes, with_value
-from comfedl.errors import ConfigError
-from comfedl.losses import REGRESSIONS
-from comfedl.metrics import smaller_is_better
-from comfedl.settings import to_toml
-from comfedl.tuning.paper import paper_grid
+from comfedl.config.schema import Config, parse_config, read_settings, with_changes, with_value
+from comfedl.core.client_statistics import smaller_is_better
+from comfedl.models.losses import REGRESSIONS
+from comfedl.tuning.paper_grids import paper_grid
 from comfedl.tuning.space import EXAMPLE, Choices, Space, check_space, points, read_space
+from comfedl.utils import checks
+from comfedl.utils.errors import ConfigError
+from comfedl.utils.toml import to_toml
 
 SAMPLERS = ("grid", "tpe", "random")
 PRUNERS = ("none", "median", "hyperband")

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from comfedl.config import parse_config, with_value
-from comfedl.errors import ConfigError
+from comfedl.config.schema import parse_config, with_value
+from comfedl.utils.errors import ConfigError
 
 EXAMPLE = '"algorithm.lr" = [0.01, 0.1] or { low = 0.001, high = 1.0, log = true }'
 Scalar = str | float | int | bool

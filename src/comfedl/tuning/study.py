@@ -20,12 +20,12 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import event
 
-from comfedl import rng
-from comfedl.errors import RunFolderError
 from comfedl.tuning.plan import Plan
+from comfedl.tuning.progress import Watch
+from comfedl.tuning.run_trial import COMPLETE, DIVERGED, FAILED, INTERRUPTED, PRUNED, Ended, Outcome, Task
 from comfedl.tuning.space import Choices, Range
-from comfedl.tuning.trial import COMPLETE, DIVERGED, FAILED, INTERRUPTED, PRUNED, Ended, Outcome, Task
-from comfedl.tuning.watch import Watch
+from comfedl.utils import rng
+from comfedl.utils.errors import RunFolderError
 
 NAME = "tune"
 

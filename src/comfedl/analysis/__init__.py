@@ -1,0 +1,1 @@
+"""Runs that have ended or go on: read back, compared, reported and served."""

@@ -1,0 +1,30 @@
+"""comfedl report: runs on one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs' folders, or folders of runs.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    split: Annotated[
+        str | None, typer.Option(help="What to judge on: train, validation or test (default: validation).")
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="What to judge by, such as personal_accuracy (default: accuracy)."),
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Also write pictures for a paper into this folder.")] = None,
+) -> None:
+    """Compare runs on one page that opens offline: curves, every client, weights, a table and a verdict."""
+    from comfedl.analysis.html_report import write_report
+    from comfedl.analysis.report_data import Asked
+
+    verdict, written = write_report(runs, out, Asked(split, metric), png)
+    for sentence in verdict:
+        typer.echo(sentence)
+    typer.echo(f"Written to {', '.join(str(path) for path in written)}")

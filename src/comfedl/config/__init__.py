@@ -1,0 +1,1 @@
+"""TOML files turned into objects."""

@@ -1,0 +1,1 @@
+"""The mathematics, and the contract between the server and its clients."""

@@ -1,0 +1,64 @@
+"""Robust means of models: what a few bad clients cannot move far. All are weighted.
+
+Each takes the clients' parameters stacked, ``[clients, ...]`` a leaf, and weights that add up to 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from comfedl.utils import tree
+from comfedl.utils.tree import Tree
+
+RULES = ("mean", "median", "trimmed-mean", "geometric-median")
+
+
+def _ordered(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The values of each coordinate in order, with their weights and the running sum of those."""
+    ordered, order = values.sort(dim=0)
+    shares = weights.to(values)[order]
+    return ordered, shares, shares.cumsum(dim=0)
+
+
+def median(values: Tensor, weights: Tensor) -> Tensor:
+    """The coordinate-wise median; half-way between two values where exactly half the weight is on either side."""
+    ordered, _, running = _ordered(values, weights)
+    slack = 8 * torch.finfo(values.dtype).eps
+    low = (running < 0.5 - slack).sum(dim=0, keepdim=True)
+    high = (running < 0.5 + slack).sum(dim=0, keepdim=True).clamp(max=len(values) - 1)
+    return (0.5 * (ordered.gather(0, low) + ordered.gather(0, high))).squeeze(0)
+
+
+def trimmed_mean(values: Tensor, weights: Tensor, trim: float) -> Tensor:
+    """The coordinate-wise mean without the share ``trim`` of the weight at either end."""
+    ordered, shares, running = _ordered(values, weights)
+    inside = (running.clamp(max=1 - trim) - (running - shares).clamp(min=trim)).clamp(min=0)
+    return (inside * ordered).sum(dim=0) / inside.sum(dim=0)
+
+
+def geometric_median(stacked: Tree, weights: Tensor, turns: int = 200) -> Tree:
+    """The point with the least weighted sum of distances to the clients' models: Weiszfeld's iteration, smoothed."""
+    count = len(weights)
+    flat = torch.cat([leaf.reshape(count, -1) for leaf in tree.leaves(stacked)], dim=1).double()
+    weights = weights.to(flat)
+    point = weights @ flat
+    scale = float((flat - point).norm(dim=1).max())
+    for _ in range(turns if scale > 0 else 0):
+        pull = weights / (flat - point).norm(dim=1).clamp(min=max(1e-9 * scale, 1e-300))
+        moved = (pull / pull.sum()) @ flat
+        done = (moved - point).norm() <= 1e-10 * scale
+        point = moved
+        if done:
+            break
+    parts = iter(torch.split(point, [leaf[0].numel() for leaf in tree.leaves(stacked)]))
+    return tree.map(lambda leaf: next(parts).reshape(leaf.shape[1:]).to(leaf.dtype), stacked)
+
+
+def robust_mean(rule: str, stacked: Tree, weights: Tensor, trim: float) -> Tree:
+    """The mean of the clients' parameters by a rule's name."""
+    if rule == "geometric-median":
+        return geometric_median(stacked, weights)
+    if rule == "median":
+        return tree.map(lambda leaf: median(leaf, weights), stacked)
+    return tree.map(lambda leaf: trimmed_mean(leaf, weights, trim), stacked)

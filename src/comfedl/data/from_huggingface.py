@@ -1,0 +1,143 @@
+"""Datasets of Hugging Face's library ``datasets``, and federated ones of flwr-datasets. Neither is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from comfedl.data.client_names import Numbered
+from comfedl.data.federated import FederatedData
+from comfedl.data.from_tables import SPLITS, Shares, by_split, divided, federated, from_table, grouped
+from comfedl.data.tabular import Encoding, Table, ordered
+from comfedl.utils.errors import ConfigError, DataError
+
+CLIENT, SPLIT = " client", " split"  # columns of our own, beside those of the data
+
+
+class Part(NamedTuple):
+    """A dataset: of one client, or of those that a column names; of one split, or to be split."""
+
+    client: str | None
+    split: str | None
+    dataset: Any
+
+
+def from_huggingface(
+    data: Any, y: str, x: str | Sequence[str] | None, client: str | None, shares: Shares, **options: Any
+) -> FederatedData:
+    """See ``FederatedData.from_huggingface``."""
+    parts = _parts(data, client)
+    if not parts:
+        raise DataError("There is no dataset; give one with a column of clients, or a dict (client's name: Dataset).")
+    features = list(parts[0].dataset.column_names)
+    for part in parts:
+        for name in (y, *([] if client is None else [client]), *([x] if isinstance(x, str) else x or ())):
+            if name not in part.dataset.column_names:
+                raise DataError(f"The dataset has no column {name!r}; it has {', '.join(features)}.")
+    chosen = [x] if isinstance(x, str) else list(x or (name for name in features if name not in (y, client)))
+    names = [name for part in parts for name in _names(part, client)]
+    splits = None if parts[0].split is None else [str(part.split) for part in parts for _ in range(len(part.dataset))]
+    labels = _labels(parts, y)
+    if all(isinstance(value, str | bool | int | float | None) for value in _first(parts, chosen)):
+        table = Table(
+            {
+                **{name: _objects(_column(parts, name)) for name in chosen},
+                y: _objects(labels),
+                CLIENT: _objects(names),
+                **({} if splits is None else {SPLIT: _objects(splits)}),
+            },
+            "the dataset",
+        )
+        fed = from_table(table, CLIENT, y, shares, split=None if splits is None else SPLIT, **options)
+        assert fed.encoding is not None
+        fed.encoding = replace(fed.encoding, client=client)
+        return fed
+    if len(chosen) > 1:
+        raise DataError(f"The columns {', '.join(chosen)} are not all single values; name the one to learn from by x.")
+    for option in options:
+        raise ConfigError(f"{option} is for tables, but the column {chosen[0]!r} holds arrays; leave it out.")
+    return _arrays(_column(parts, chosen[0]), labels, names, splits, shares)
+
+
+def _parts(data: Any, client: str | None) -> list[Part]:
+    if hasattr(data, "load_partition"):  # flwr_datasets.FederatedDataset
+        found: list[Part] = []
+        for split, partitioner in data.partitioners.items():
+            first = data.load_partition(0, split)  # only then does the partitioner have its dataset
+            names = Numbered(int(partitioner.num_partitions))
+            told = None if len(data.partitioners) == 1 else split
+            found += [
+                Part(names[i], told, first if i == 0 else data.load_partition(i, split)) for i in range(len(names))
+            ]
+        return found
+    if isinstance(data, Mapping):
+        if client is not None and {*data} <= {*SPLITS}:
+            return [Part(None, split, part) for split, part in data.items()]
+        return [Part(str(name), None, part) for name, part in data.items()]
+    if client is None:
+        raise DataError('Say which column names the client, as client="hospital", or give a dict of datasets.')
+    return [Part(None, None, data)]
+
+
+def _names(part: Part, client: str | None) -> list[str]:
+    if part.client is not None:
+        return [part.client] * len(part.dataset)
+    return [str(name) for name in part.dataset[client]]
+
+
+def _column(parts: Sequence[Part], name: str) -> list[Any]:
+    return [value for part in parts for value in part.dataset[name]]
+
+
+def _first(parts: Sequence[Part], names: Sequence[str]) -> list[Any]:
+    sample = parts[0].dataset[0]
+    return [sample[name] for name in names]
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+def _labels(parts: Sequence[Part], y: str) -> list[Any]:
+    """The values of y; those of a ClassLabel by their names."""
+    names = getattr(parts[0].dataset.features.get(y), "names", None)
+    return _column(parts, y) if names is None else [names[value] for value in _column(parts, y)]
+
+
+def _arrays(
+    xs: Sequence[Any], labels: Sequence[Any], names: Sequence[str], splits: Sequence[str] | None, shares: Shares
+) -> FederatedData:
+    x = _stacked(xs)
+    classes: tuple[str, ...] = ()
+    if all(isinstance(label, float) for label in labels):
+        y = torch.tensor(labels, dtype=torch.float32)
+    else:
+        classes = ordered([str(label) for label in labels])
+        place = {label: k for k, label in enumerate(classes)}
+        y = torch.tensor([place[str(label)] for label in labels])
+    encoding = Encoding(classes=classes, shape=tuple(x.shape[1:]))
+    owner = np.array(names, dtype=object)
+    if splits is None:
+        return divided({name: (x[rows], y[rows]) for name, rows in grouped(owner).items()}, shares, encoding)
+    return federated(by_split(x, y, owner, np.array(splits, dtype=object)), encoding)
+
+
+def _stacked(values: Sequence[Any]) -> Tensor:
+    """Arrays in one tensor; images, whose numbers are bytes, with their channels first and from 0 to 1."""
+    try:
+        stack = np.stack([np.asarray(value) for value in values])
+    except ValueError as error:
+        raise DataError(f"The samples cannot be put in one array ({error}); give all of them one shape.") from None
+    if stack.dtype.kind not in "biuf":
+        raise DataError(f"The samples have the type {stack.dtype}; give numbers.")
+    if stack.dtype != np.uint8:
+        return torch.from_numpy(stack.astype(np.float32))
+    images = stack[:, None] if stack.ndim == 3 else np.moveaxis(stack, -1, 1) if stack.ndim == 4 else stack
+    return torch.from_numpy(images.astype(np.float32) / np.float32(255))

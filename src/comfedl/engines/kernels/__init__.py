@@ -1,0 +1,1 @@
+"""Hand-written derivatives and batched learners."""

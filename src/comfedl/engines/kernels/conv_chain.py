@@ -1,0 +1,254 @@
+"""The gradient of a chain of layers under the cross-entropy, and its Hessian-vector product, written out.
+
+Autograd's double backward goes through a graph of a graph and computes much that is not asked for. Here the pass back
+keeps what it saw, and the product is one more pass there and one back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from comfedl.core.objectives import Batch, Params, Pullback
+from comfedl.engines.kernels.dense import chain
+from comfedl.engines.kernels.first_conv import Entry, entered
+from comfedl.engines.kernels.layers import (
+    ACTIVATIONS,
+    Activation,
+    Convolution,
+    CrossEntropy,
+    Fixed,
+    Layer,
+    Linear,
+    MaxPool,
+    Norm,
+    Parts,
+    Pass,
+)
+from comfedl.engines.kernels.layouts import Pool, last, pooled
+from comfedl.engines.kernels.winograd import Tiles, tiled
+
+# Makes a layer for one pass, from what comes into it.
+Make = Callable[[Pass, Tensor], Layer]
+
+aten = torch.ops.aten
+
+
+class Chain:
+    """A chain of known layers, made in one way for a gradient alone and in another where its change is asked for."""
+
+    def __init__(self, once: Sequence[Make], twice: Sequence[Make]) -> None:
+        self._once, self._twice = once, twice
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Chain | None:
+        """The module as a chain of images' layers, then of flat ones; None where it is not one."""
+        if not _as_it_stands(module):
+            return None
+        layers = [(name, layer) for name, layer in chain(module) if type(layer) is not nn.Identity]
+        once, twice = (_makes(layers, again) for again in (False, True))
+        return None if once is None or twice is None else cls(once, twice)
+
+    def takes(self, params: Params, batch: Batch) -> bool:
+        """Whether the derivative on a batch is written out: of images on the CPU, with labels."""
+        x, y = batch
+        images = x.ndim == 4 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+        return images and y.ndim == 1 and len(params) > 0
+
+    def pull(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
+        """The mean cross-entropy, its pullback (to be called once), and the buffers afterwards."""
+        value, layers, loss, after = _forward(self._once, params, buffers, batch)
+        return value.clone(), lambda d: _given(params, _pulled_back(layers, loss, d)), _given(after, after)
+
+    def curve(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
+        """The gradient, the Hessian's product (to be called once) and the buffers afterwards."""
+        _, layers, loss, after = _forward(self._twice, params, buffers, batch)
+        found = _given(params, _slope(layers, loss))
+        return found, lambda v: _given(params, _product(layers, loss, v)), _given(after, after)
+
+
+def _given(names: Iterable[str], found: Params) -> Params:
+    """Copies that may be used for anything, images' weights with the channels last as they are computed with.
+
+    In torch's inference mode operations take less time to call, but what is made in it cannot be differentiated later.
+    """
+    return {
+        name: found[name].clone(memory_format=torch.channels_last if found[name].ndim == 4 else torch.preserve_format)
+        for name in names
+    }
+
+
+@torch.inference_mode()
+def _forward(
+    makes: Sequence[Make], params: Params, buffers: Params, batch: Batch
+) -> tuple[Tensor, list[Layer], CrossEntropy, Params]:
+    """The loss, the layers from the lowest that is trained on, the loss's own, and the buffers afterwards."""
+    after = {name: buffer.clone() for name, buffer in buffers.items()}
+    within = Pass(params, after)
+    x, labels = batch
+    layers: list[Layer] = []
+    for make in makes:
+        layer = make(within, x)
+        x = layer.forward(x)
+        if not layers:
+            layer.lowest = layer.trains()
+        if layers or layer.lowest:
+            layers.append(layer)
+    loss = CrossEntropy(labels)
+    return loss.forward(x), layers, loss, after
+
+
+@torch.inference_mode()
+def _pulled_back(layers: list[Layer], loss: CrossEntropy, cotangent: Tensor) -> Params:
+    d: Tensor | None = loss.backward(cotangent)
+    found: Params = {}
+    while layers:  # what a layer has kept is free as soon as it is done
+        assert d is not None
+        d = layers.pop().backward(d, found)
+    return found
+
+
+@torch.inference_mode()
+def _slope(layers: Sequence[Layer], loss: CrossEntropy) -> Params:
+    d: Tensor | None = loss.backward(torch.ones_like(loss.total))
+    found: Params = {}
+    for layer in reversed(layers):
+        assert d is not None
+        d = layer.backward(d, found)
+    return found
+
+
+@torch.inference_mode()
+def _product(layers: list[Layer], loss: CrossEntropy, v: Params) -> Params:
+    dx: Tensor | None = None
+    for layer in layers:
+        dx = layer.forward_along(dx, v)
+    assert dx is not None
+    dd: Tensor | None = loss.along(dx)
+    found: Params = {}
+    while layers:
+        assert dd is not None
+        dd = layers.pop().backward_along(dd, found)
+    return found
+
+
+def _makes(layers: Sequence[tuple[str, nn.Module]], twice: bool) -> list[Make] | None:
+    """What makes these layers; None where one of them is not known, or none makes images flat."""
+    makes: list[Make] = []
+    flat = False
+    while layers:
+        made = _made(layers, flat, first=not makes, twice=twice)
+        if made is None:
+            return None
+        make, taken = made
+        flat = flat or type(layers[0][1]) is nn.Flatten
+        makes.append(make)
+        layers = layers[taken:]
+    return makes if flat else None
+
+
+def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool, first: bool, twice: bool) -> tuple[Make, int] | None:
+    """What makes the first of these layers, and how many of them that is; None where it is not known."""
+    (name, layer), kind = layers[0], type(layers[0][1])
+    if kind in ACTIVATIONS:
+        return lambda within, x: Activation(kind), 1
+    if kind in ((nn.Linear, nn.BatchNorm1d) if flat else ()):
+        if isinstance(layer, nn.Linear):
+            return lambda within, x: Linear(name, layer, within), 1
+        return lambda within, x: Norm(name, layer, within, None), 1
+    if flat:
+        return None
+    if type(layer) is nn.Conv2d:
+        return _convolution(layers, first, twice)
+    if kind is nn.BatchNorm2d:
+        pool = _pool(layers[1:])
+        return lambda within, x: Norm(name, layer, within, pool), 1 if pool is None else 2
+    if kind is nn.MaxPool2d:
+        pool = _pool(layers)
+        return None if pool is None else (lambda within, x: MaxPool(pool), 1)
+    fixed = _fixed(layer)
+    return None if fixed is None else (lambda within, x: Fixed(*fixed), 1)
+
+
+def _convolution(layers: Sequence[tuple[str, nn.Module]], first: bool, twice: bool) -> tuple[Make, int] | None:
+    """The first of these layers, a convolution; a chain's ``first`` with its normalisation and pooling if it can."""
+    name, layer = layers[0]
+    assert isinstance(layer, nn.Conv2d)
+    padding = _padding(layer)
+    if padding is None:
+        return None
+    centred = len(layers) > 1 and type(layers[1][1]) is nn.BatchNorm2d
+    pool = _pool(layers[2:])
+    if first and centred and pool is not None and entered(layer, twice):
+        behind, norm = layers[1]
+
+        def enter(within: Pass, x: Tensor) -> Layer:
+            return Entry(Parts(name, layer, within), padding, behind, norm, within, pool)
+
+        return enter, 3
+
+    def make(within: Pass, x: Tensor) -> Layer:
+        kind = Tiles if tiled(layer, padding, x, twice) else Convolution
+        return kind(name, layer, within, padding, centred)
+
+    return make, 1
+
+
+def _padding(layer: nn.Conv2d) -> list[int] | None:
+    """How many zeros a convolution pads on both sides; None where it pads otherwise."""
+    if layer.padding_mode != "zeros":
+        return None
+    if not isinstance(layer.padding, str):
+        return [*layer.padding]
+    both = [
+        0 if layer.padding == "valid" else d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)
+    ]
+    return None if any(n % 2 for n in both) else [n // 2 for n in both]
+
+
+def _pool(layers: Sequence[tuple[str, nn.Module]]) -> Pool | None:
+    """The first of these layers as max-pooling with its places; None for another layer."""
+    layer = layers[0][1] if layers else None
+    if type(layer) is not nn.MaxPool2d or layer.return_indices:
+        return None
+    sizes = [_pair(n) for n in (layer.kernel_size, layer.stride, layer.padding, layer.dilation)]
+    return partial(pooled, sizes=sizes, ceil=layer.ceil_mode)
+
+
+def _fixed(layer: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] | None:
+    """A linear map without parameters, and its transpose as a function (d, x)."""
+    if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
+        return lambda x: x.flatten(1), lambda d, x: d.view(x.shape)
+    if type(layer) is nn.AvgPool2d:
+        sizes = [_pair(n) for n in (layer.kernel_size, layer.stride, layer.padding)]
+        shape = *sizes, layer.ceil_mode, layer.count_include_pad, layer.divisor_override
+        return (
+            lambda x: aten.avg_pool2d(last(x), *shape),
+            lambda d, x: aten.avg_pool2d_backward(last(d), last(x), *shape),
+        )
+    if type(layer) is nn.AdaptiveAvgPool2d:
+        size = layer.output_size
+        return (
+            lambda x: functional.adaptive_avg_pool2d(last(x), size),
+            lambda d, x: aten._adaptive_avg_pool2d_backward(last(d), last(x)),
+        )
+    return None
+
+
+def _pair(n: int | tuple[int, int]) -> list[int]:
+    return [n, n] if isinstance(n, int) else [*n]
+
+
+def _as_it_stands(module: nn.Module) -> bool:
+    """Whether a module does what its layers' classes say, each with parameters and buffers of its own."""
+    for layer in module.modules():
+        hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+        if any(hooks) or "forward" in vars(layer):
+            return False
+    once = [*module.parameters(), *module.buffers()]
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return len(once) == len(every)

@@ -1,0 +1,364 @@
+"""Layers with their derivatives written out: there and back for a gradient, and once more for its change along v.
+
+A layer object lives for one pass over one batch. ``forward`` and ``backward`` give the gradient and keep what they saw;
+``forward_along`` and ``backward_along`` then give the change of both as the parameters move along a direction, which is
+the product of the Hessian with it (Pearlmutter's R-operator).
+
+No layer writes on what it is handed. Images lie in memory in one of two orders (``rows.py``): where it tells, a layer
+brings what it is handed into that of what it has kept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from comfedl.core.objectives import Params
+from comfedl.engines.kernels.dense_grads import BENDS, SLOPES
+from comfedl.engines.kernels.layouts import Form, Pool, last, picked, put
+
+aten = torch.ops.aten
+
+
+class Pass(NamedTuple):
+    """What a pass over one batch works with: the parameters, and the buffers, which it moves."""
+
+    params: Params
+    buffers: Params
+
+
+class Layer(ABC):
+    """One layer in one pass.
+
+    ``lowest`` is the first layer that is trained: nothing moves before it, and nothing is handed back by it.
+    """
+
+    lowest = False
+
+    def trains(self) -> bool:
+        """Whether a parameter of it is trained."""
+        return False
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """The output."""
+
+    @abstractmethod
+    def backward(self, d: Tensor, found: Params) -> Tensor | None:
+        """The cotangent of the input from that of the output; those of the parameters go to ``found``."""
+
+    @abstractmethod
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        """The change of the output, from that of the input (None: it is 0) and the direction of the parameters."""
+
+    @abstractmethod
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
+        """The change of what ``backward`` gave, from the change of what it got."""
+
+
+class Parts:
+    """A layer's weight and bias: the pass's parameters, and the module's own where they are frozen."""
+
+    def __init__(self, name: str, layer: nn.Module, within: Pass) -> None:
+        self.layer: Any = layer
+        self.names = named(name, "weight"), named(name, "bias")
+        self.weight: Any = within.params.get(self.names[0], self.layer.weight)
+        self.bias: Any = within.params.get(self.names[1], self.layer.bias)
+        self.trained = [n in within.params for n in self.names]
+
+    def along(self, v: Params) -> tuple[Tensor, Tensor | None]:
+        """The direction of the weight, zero where it is frozen, and that of the bias."""
+        weight, bias = self.names
+        return v[weight] if weight in v else torch.zeros_like(self.weight), v.get(bias)
+
+    def give(self, found: Params, *parts: Tensor) -> None:
+        """Hand over what was found for the weight and the bias, where they are trained."""
+        found.update({n: part for n, part, trained in zip(self.names, parts, self.trained, strict=True) if trained})
+
+
+class Weighted(Parts, Layer):
+    """A layer with a weight and a bias."""
+
+    def trains(self) -> bool:
+        return any(self.trained)
+
+
+class Convolution(Weighted):
+    """``nn.Conv2d``. Its bias is of no effect where it is ``centred``: the next layer takes the mean away."""
+
+    def __init__(self, name: str, layer: nn.Module, within: Pass, padding: list[int], centred: bool) -> None:
+        super().__init__(name, layer, within)
+        self.shape = [*self.layer.stride], padding, [*self.layer.dilation], False, [0, 0], self.layer.groups
+        self.centred = centred
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = last(x)
+        return self._apply(self.x, self.weight, self.bias)
+
+    def backward(self, d: Tensor, found: Params) -> Tensor | None:
+        self.d = last(d)
+        return self._pulled(self.d, found)
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        self.dx, (self.v, bias) = None if dx is None else last(dx), self.along(v)
+        out = self._apply(self.x, self.v, None if self.centred else bias)
+        return out if self.dx is None else out.add_(self._apply(self.dx, self.weight, None))
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
+        out = self._pulled(last(dd), found)
+        if self.dx is None:
+            return out
+        # The weight's part is linear in x, the input's in the weight: one call gives how both move with these.
+        mask = [not self.lowest, self.trained[0], False]
+        back, weight, _ = aten.convolution_backward(self.d, self.dx, self.v, None, *self.shape, mask)
+        if self.trained[0]:
+            found[self.names[0]].add_(weight)
+        return None if out is None else out.add_(back)
+
+    def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return last(aten.convolution(x, weight, bias, *self.shape))
+
+    def _pulled(self, d: Tensor, found: Params) -> Tensor | None:
+        channels = len(self.weight)
+        sums = self.trained[1] and not self.centred
+        mask = [not self.lowest, self.trained[0], sums]
+        back, weight, bias = aten.convolution_backward(d, self.x, self.weight, [channels], *self.shape, mask)
+        self.give(found, weight, bias if sums else d.new_zeros(channels))
+        return None if self.lowest else last(back)
+
+
+class Linear(Weighted):
+    """``nn.Linear`` of [samples, features]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        return functional.linear(x, self.weight, self.bias)
+
+    def backward(self, d: Tensor, found: Params) -> Tensor | None:
+        self.d = d
+        self.give(found, d.t() @ self.x, d.sum(dim=0))
+        return None if self.lowest else d @ self.weight
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        self.dx, (self.v, bias) = dx, self.along(v)
+        out = functional.linear(self.x, self.v, bias)
+        return out if dx is None else out.addmm_(dx, self.weight.t())
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
+        weight = dd.t() @ self.x
+        self.give(found, weight if self.dx is None else weight.addmm_(self.d.t(), self.dx), dd.sum(dim=0))
+        return None if self.lowest else (dd @ self.weight).addmm_(self.d, self.v)
+
+
+class Norm(Weighted):
+    """Batch normalisation with the batch's own statistics, and the max-pooling behind it if there is one.
+
+    Let <.> be the mean over all but the channels, s the inverse deviation of x, and z = s (x - <x>). The output is
+    weight z + bias, at each window's largest if it is pooled. Channel by channel all is linear in x and in what comes
+    back to the pooled places, so that what only these need is never computed at the others. All is in rows.
+    """
+
+    def __init__(self, name: str, layer: nn.Module, within: Pass, pool: Pool | None) -> None:
+        super().__init__(name, layer, within)
+        self.pool = pool
+        self.running = [within.buffers.get(named(name, part)) for part in ("running_mean", "running_var")]
+        self.batches = within.buffers.get(named(name, "num_batches_tracked"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.form = Form.of(x)
+        x = self.form.rows(x)
+        mean, variance = aten.batch_norm_update_stats(x, *self.running, self.share())
+        return self.normed(x, mean, variance)
+
+    def normed(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """The output, from the rows of x and their statistics."""
+        self.x, self.mean, self.count = x, mean, len(x)
+        self.s = (variance + self.layer.eps).rsqrt_()
+        if self.weight is None:
+            self.weight = torch.ones_like(self.s)
+        self.k = self.weight * self.s
+        shift = less(self.bias, self.k, self.mean)
+        if self.pool is None:
+            self.at, self.out = x, self.form
+        elif self.weight.min() > 0:  # the largest of x is the largest of the output
+            self.at, self.places, self.out = self.pool(x, self.form)
+        else:
+            _, self.places, self.out = self.pool(torch.addcmul(shift, x, self.k), self.form)
+            self.at = picked(x, self.places)
+        return self.out.images(torch.addcmul(shift, self.at, self.k))
+
+    def backward(self, d: Tensor, found: Params) -> Tensor | None:
+        self.d = self.out.rows(d)
+        weight, bias = _sums(self.d, self.at, self.mean, self.s)
+        self.give(found, weight, bias)
+        self.q, self.r = weight / self.count, bias / self.count
+        # x gets k (d - <d> - z <d z>).
+        return None if self.lowest else self._spread(self.d * self.k, self.k * self.r, self.k * self.q)
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        self.dx = torch.zeros_like(self.x) if dx is None else self.form.rows(dx)
+        self.dat = self.dx if self.pool is None else picked(self.dx, self.places)
+        by_z, by_1 = _sums(self.dx, self.x, self.mean, self.s)
+        self.a, self.b = by_1 / self.count, by_z / self.count  # z moves by s (dx - a - b z)
+        weight, bias = self.along(v)
+        self.dk = self.s * less(weight, self.k, self.b)
+        shift = less(less(bias, self.k, self.a), self.dk, self.mean)
+        return self.out.images(torch.addcmul(shift, self.dat, self.k).addcmul_(self.at, self.dk))
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
+        dd = self.out.rows(dd)
+        weight, bias = _sums(dd, self.at, self.mean, self.s)
+        weight += _sums(self.d, self.dat, self.a, self.s)[0]
+        weight.addcmul_(self.s * self.b, self.q, value=-self.count)
+        self.give(found, weight, bias)
+        if self.lowest:
+            return None
+        k, dk, dq, dr = self.k, self.dk, weight / self.count, bias / self.count
+        h = k * self.q * self.s
+        by_1, by_z = (
+            (dk * then).addcmul_(k, now).addcmul_(h, moved, value=-1)
+            for then, now, moved in ((self.r, dr, self.a), (self.q, dq, self.b))
+        )
+        return self._spread((dd * k).addcmul_(self.d, dk), by_1, by_z, h)
+
+    def _spread(self, values: Tensor, by_1: Tensor, by_z: Tensor, by_dx: Tensor | None = None) -> Tensor:
+        """The values where they were pooled, less ``by_1 + by_z z + by_dx dx`` everywhere."""
+        by_x = by_z * self.s
+        out = torch.addcmul(by_x * self.mean - by_1, self.x, by_x, value=-1)
+        if by_dx is not None:
+            out.addcmul_(self.dx, by_dx, value=-1)
+        return self.form.images(out.add_(values) if self.pool is None else put(out, self.places, values))
+
+    def share(self) -> float:
+        """How far the running statistics move to this batch's, having counted it."""
+        if self.batches is not None:
+            self.batches.add_(1)
+        if self.layer.momentum is not None:
+            return float(self.layer.momentum)
+        return 0.0 if self.batches is None else 1.0 / float(self.batches)
+
+
+class MaxPool(Layer):
+    """``nn.MaxPool2d``."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.form = Form.of(x)
+        x = self.form.rows(x)
+        self.shape = x.shape
+        out, self.places, self.out = self.pool(x, self.form)
+        return self.out.images(out)
+
+    def backward(self, d: Tensor, found: Params) -> Tensor:
+        return self.form.images(put(d.new_zeros(self.shape), self.places, self.out.rows(d)))
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        assert dx is not None
+        return self.out.images(picked(self.form.rows(dx), self.places))
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor:
+        return self.backward(dd, found)
+
+
+class Activation(Layer):
+    """A function of each number alone, one of ``ACTIVATIONS``."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self.function, self.slope, self.bend = ACTIVATIONS[kind], SLOPES[kind], BENDS[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.out = self.function(x)
+        return self.out
+
+    def backward(self, d: Tensor, found: Params) -> Tensor:
+        self.d = d
+        return self.slope(d, self.out)
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        assert dx is not None
+        self.dout = self.slope(dx, self.out)
+        return self.dout
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor:
+        out = self.slope(dd, self.out)
+        return out if self.bend is None else out.add_(self.bend(self.out).mul_(self.dout).mul_(self.d))
+
+
+class Fixed(Layer):
+    """A linear map without parameters, by the map and its transpose: its change is the map of the change."""
+
+    def __init__(self, apply: Callable[[Tensor], Tensor], transpose: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.apply, self.transpose = apply, transpose
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        return self.apply(x)
+
+    def backward(self, d: Tensor, found: Params) -> Tensor:
+        return self.transpose(d, self.x)
+
+    def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
+        assert dx is not None
+        return self.apply(dx)
+
+    def backward_along(self, dd: Tensor, found: Params) -> Tensor:
+        return self.backward(dd, found)
+
+
+class CrossEntropy:
+    """The mean cross-entropy of labels, behind the last layer."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.labels = labels
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.chances = torch.log_softmax(x, dim=1)
+        value, self.total = aten.nll_loss_forward(self.chances, self.labels, None, MEAN, LEFT_OUT)
+        out: Tensor = value
+        return out
+
+    def backward(self, cotangent: Tensor) -> Tensor:
+        self.g = aten.nll_loss_backward(cotangent, self.chances, self.labels, None, MEAN, LEFT_OUT, self.total)
+        d: Tensor = aten._log_softmax_backward_data(self.g, self.chances, 1, self.chances.dtype)
+        return d
+
+    def along(self, dx: Tensor) -> Tensor:
+        """The change of what ``backward`` gave, from the change of the output."""
+        p = self.chances.exp()
+        moved = p * dx
+        moved.addcmul_(p, moved.sum(dim=1, keepdim=True), value=-1)
+        return moved.mul_(-self.g.sum(dim=1, keepdim=True))
+
+
+ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
+    nn.ReLU: torch.relu,
+    nn.Tanh: torch.tanh,
+    nn.Sigmoid: torch.sigmoid,
+}
+
+# Arguments of torch's nll_loss: the mean over samples, but for those with this label.
+MEAN, LEFT_OUT = 1, -100
+
+
+def named(name: str, part: str) -> str:
+    """The full name of a layer's parameter or buffer."""
+    return f"{name}.{part}" if name else part
+
+
+def less(x: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """x less a times b; None is 0."""
+    return -a * b if x is None else torch.addcmul(x, a, b, value=-1)
+
+
+def _sums(d: Tensor, x: Tensor, mean: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of d s (x - mean) and of d over all rows."""
+    mask = [False, True, True]
+    _, by_z, by_1 = aten.native_batch_norm_backward(d, x, s, None, None, mean, s, True, 0.0, mask)
+    return by_z, by_1

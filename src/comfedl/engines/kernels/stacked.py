@@ -1,0 +1,180 @@
+"""Many clients at once: learners whose parameters, batches and losses all have the clients in front.
+
+The losses of different clients share no parameter, so the derivative of their sum is every client's own, second
+derivatives too. A client step is elementwise but for what the learner does, so it runs on stacked tensors as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from comfedl.core.objectives import CHUNK, Batch, Learner, Model, Params, apart
+from comfedl.models.losses import PER_SAMPLE, Function, LossFunction
+from comfedl.utils import tree
+from comfedl.utils.tree import Tree
+
+# How many samples of all clients together one forward pass of a model that they share takes.
+ROWS = 5000
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """The data of clients that hold different numbers of samples: flat, one client after another.
+
+    It stands where a batch stands; steps only hand it on to the learner.
+    """
+
+    x: Tensor
+    y: Tensor
+    sizes: Tensor
+
+    def padded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """x and y as [clients, most samples, ...], and which of the samples are the client's own.
+
+        Padding repeats a client's last sample, so that it is as finite as the data are.
+        """
+        place = torch.arange(int(self.sizes.max()), device=self.sizes.device)
+        start = self.sizes.cumsum(0) - self.sizes
+        rows = start[:, None] + torch.minimum(place, self.sizes[:, None] - 1)
+        x, y = (
+            part.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *part.shape[1:]) for part in (self.x, self.y)
+        )
+        return x, y, place < self.sizes[:, None]
+
+    def mean(self, each: Tensor) -> Tensor:
+        """Each client's mean of one number a sample, summed in double precision as one long sum needs it."""
+        owner = torch.repeat_interleave(self.sizes)
+        sums = each.new_zeros(len(self.sizes), dtype=torch.float64).index_add_(0, owner, each.double())
+        return (sums / self.sizes).to(each.dtype)
+
+
+class Stacked(Learner):
+    """The functions of many clients' models: as ``Learner``'s, with the clients in front of every tensor."""
+
+    ragged = False
+    """Whether a sample's output depends on that sample alone, and its loss and metrics are known one by one."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.call, self.loss_function, self.metrics = learner.call, learner.loss_function, learner.metrics
+
+    def seed(self, noise: Callable[[int], int], clients: Sequence[int]) -> None:
+        """Whose noise the next step draws: each client's generator is seeded with ``noise(client)``."""
+
+    @abstractmethod
+    def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
+        """The models' outputs on ``x``, [clients, samples, ...]."""
+
+    def loss(self, params: Params, buffers: Params, batch: Batch, train: bool = True) -> tuple[Tensor, Params]:
+        assert self.loss_function is not None
+        x, y, inside = unpacked(batch)
+        output, after = self.output(params, buffers, x, train)
+        return _mean(self.loss_function, output, y, inside), after
+
+    def scores(self, model: Model, data: Batch) -> dict[str, Tensor]:
+        """As ``Learner.scores``, but what a client's data do not define is NaN: all clients have the same names."""
+        assert self.loss_function is not None
+        return self.means(model, data, {"loss": self.loss_function, **self.metrics})
+
+    def means(self, model: Model, data: Batch, functions: Mapping[str, Function]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            if self.ragged and shared(model):
+                return self._means_of_one(tree.map(lambda leaf: leaf[0], model), data, functions)
+            plain, entire = apart(functions)
+            whole = unpacked(data)
+            parts = math.ceil(whole[0].shape[1] / CHUNK) if whole[2] is None else 1
+            totals: dict[str, Tensor] = {}
+            outputs: list[Tensor] = []
+            for x, y in zip(*(part.tensor_split(parts, dim=1) for part in whole[:2]), strict=True):
+                output, _ = self.output(model["params"], model["buffers"], x, train=False)
+                if entire:
+                    outputs.append(output)
+                for name, function in plain.items():
+                    mean = _mean(function, output, y, whole[2]) * (x.shape[1] / whole[0].shape[1])
+                    totals[name] = totals[name] + mean if name in totals else mean
+            if not entire:
+                return totals
+            rows = _rows(torch.cat(outputs, dim=1), whole[1], whole[2])
+            return totals | {name: function(*rows) for name, function in entire.items()}
+
+    def _means_of_one(self, model: Model, data: Batch, functions: Mapping[str, Function]) -> dict[str, Tensor]:
+        """The means of a model that all clients have: their samples go through it together."""
+        mean: Callable[[Tensor], Tensor]
+        plain, entire = apart(functions)
+        if isinstance(data, Ragged):
+            flat, mean, sizes = (data.x, data.y), data.mean, data.sizes
+        else:
+            flat, shape = (data[0].flatten(0, 1), data[1].flatten(0, 1)), data[0].shape[:2]
+            mean, sizes = partial(_row_means, shape), _equal(shape, data[0])
+        found: dict[str, list[Tensor]] = {name: [] for name in plain}
+        outputs: list[Tensor] = []
+        for x, y in zip(*(torch.split(part, ROWS) for part in flat), strict=True):
+            output, _ = Learner.output(self, model["params"], model["buffers"], x, train=False)
+            if entire:
+                outputs.append(output)
+            for name, function in plain.items():
+                found[name].append(PER_SAMPLE[function](output, y))
+        means = {name: mean(torch.cat(each)) for name, each in found.items()}
+        return means | {name: function(torch.cat(outputs), flat[1], sizes) for name, function in entire.items()}
+
+
+class Vmapped(Stacked):
+    """Any module, by torch.func.vmap over its forward pass; derivatives are taken outside of it."""
+
+    def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
+        assert self.call is not None
+        one = self.call
+        after = {name: buffer.clone() for name, buffer in buffers.items()} if train else buffers
+        # Noise would differ from that of one client after another, whose generator is seeded for each: it is refused.
+        call = vmap(lambda params, buffers, x: one(x, train, params, buffers), randomness="error")
+        return call(params, after, x), after
+
+
+def shared(model: Tree) -> bool:
+    """Whether all clients have the same model, one that was expanded and not copied."""
+    return all(leaf.stride(0) == 0 for leaf in tree.leaves(model))
+
+
+def unpacked(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, y, and which samples count where not all do. A lone sample comes twice, as in ``problem.paired``."""
+    if isinstance(batch, Ragged):
+        return batch.padded()
+    x, y = batch
+    return (torch.cat([x, x], dim=1), torch.cat([y, y], dim=1), None) if x.shape[1] == 1 else (x, y, None)
+
+
+def _mean(function: LossFunction, output: Any, y: Tensor, inside: Tensor | None) -> Tensor:
+    """Each client's mean of a function (output, y)."""
+    if function not in PER_SAMPLE:
+        means: Tensor = vmap(function)(output, y)
+        return means
+    each = PER_SAMPLE[function](output.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
+    return each.mean(dim=1) if inside is None else mean_inside(each, inside)
+
+
+def _rows(output: Tensor, y: Tensor, inside: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and y of all clients in one row, one client after another, and how many each has."""
+    if inside is None:
+        return output.flatten(0, 1), y.flatten(0, 1), _equal(y.shape, y)
+    return output[inside], y[inside], inside.sum(dim=1)
+
+
+def _equal(shape: Sequence[int], like: Tensor) -> Tensor:
+    return torch.full((shape[0],), shape[1], device=like.device)
+
+
+def _row_means(shape: Sequence[int], each: Tensor) -> Tensor:
+    return each.view(*shape).mean(dim=1)
+
+
+def mean_inside(each: Tensor, inside: Tensor) -> Tensor:
+    """Each client's mean over those samples that are its own."""
+    return torch.where(inside, each, 0).sum(dim=1) / inside.sum(dim=1)

@@ -1,0 +1,33 @@
+"""Clients at real sites, reached through Flower: the engine, and the two apps that Flower runs.
+
+Nothing of Flower is imported before it is needed; only whether it is installed is looked at.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from comfedl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from comfedl.flower.apps import client_app as client_app
+    from comfedl.flower.apps import server_app as server_app
+    from comfedl.flower.engine import Sites as Sites
+
+if importlib.util.find_spec("flwr") is None:
+    raise ConfigError(
+        "Flower is not installed, and it is what reaches the sites; install it with: pip install 'comfedl[flower]'."
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Sites":
+        from comfedl.flower.engine import Sites
+
+        return Sites
+    if name in ("client_app", "server_app"):
+        from comfedl.flower import apps
+
+        return getattr(apps, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,7 @@
+"""Models, losses, and how a module is applied to tensors that are not its own."""
+
+from comfedl.models.zoo import MODELS as MODELS
+from comfedl.models.zoo import build as build
+from comfedl.models.zoo import cnn4 as cnn4
+from comfedl.models.zoo import logistic as logistic
+from comfedl.models.zoo import mlp as mlp

@@ -1,0 +1,1 @@
+"""``fit``: the loop of rounds, its callbacks, and the folder of a run."""

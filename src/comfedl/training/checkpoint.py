@@ -1,0 +1,237 @@
+"""Checkpoints: what is needed to go on with a run as if it had never stopped.
+
+A checkpoint is a folder ``round-N`` with the tensors in a safetensors file and everything else in JSON; nothing in it
+can execute. It is written under another name, synced and renamed, so that it is there whole or not at all; both files
+carry a checksum, so that one that was damaged later is noticed, and the checkpoint before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from comfedl.utils import tree
+from comfedl.utils.errors import RunFolderError
+from comfedl.utils.files import Shape, TensorFile, sync
+from comfedl.utils.tree import Tree
+
+VERSION = 2
+KEPT = 2  # so that one is left where the last turns out to be damaged
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run between two rounds: the server's state, what clients keep (by position), and what has been sent.
+
+    ``offences`` counts the replies of each client that were refused.
+    """
+
+    round: int
+    state: Tree
+    clients: Callable[[], Mapping[int, Tree]]
+    traffic: Mapping[str, int]
+    offences: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was read: the snapshot, and the records' lengths in bytes and checksums then."""
+
+    snapshot: Snapshot
+    records: Mapping[str, tuple[int, str]]
+
+
+def write(folder: Path, snapshot: Snapshot, records: Mapping[str, tuple[int, str]], fingerprint: str) -> None:
+    """Write a checkpoint and drop all but the last few."""
+    tensors: dict[str, Tensor] = {}
+    places: dict[tuple[Any, ...], str] = {}
+
+    def keep(part: Tensor) -> str:
+        """The name of a tensor; one that stands in several places is kept once."""
+        place = (part.data_ptr(), part.shape, part.stride(), part.dtype) if part.numel() else (id(part),)
+        if place not in places:
+            places[place] = str(len(places))
+            tensors[places[place]] = part.detach().cpu().contiguous().clone()
+        return places[place]
+
+    state, groups = _mapped(keep, snapshot.state), _grouped(snapshot.clients())
+    meta: dict[str, Any] = {
+        "version": VERSION,
+        "round": snapshot.round,
+        "fingerprint": fingerprint,
+        "traffic": dict(snapshot.traffic),
+        "records": dict(records),
+        "offences": {str(client): count for client, count in snapshot.offences.items()},
+        "state": state,
+        "clients": [group.places for group in groups],
+    }
+    final, part = folder / f"round-{snapshot.round:09d}", folder / f".round-{snapshot.round:09d}.part"
+    folder.mkdir(exist_ok=True)
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir()
+        with (part / "tensors.safetensors").open("w+b") as file:
+            _write_tensors(file, tensors, groups)
+            sync(file)
+            file.seek(0)
+            meta["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        with (part / "meta.json").open("wb") as description:
+            description.write(_sealed(json.dumps(meta).encode()))
+            sync(description)
+        if final.exists():  # the same round once more, after a damaged one was passed over
+            shutil.rmtree(final)
+        os.replace(part, final)
+        _sync(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    for old in _found(folder)[KEPT:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Saved | None:
+    """The newest checkpoint that is whole; None where there is none at all.
+
+    The server's tensors go to the devices of their counterparts in ``like``, the clients' to ``device``.
+
+    Raises:
+        RunFolderError: the run is another one, another version has written it, or no checkpoint is whole.
+    """
+    found = _found(folder)
+    for path in found:
+        try:
+            meta = json.loads(_unsealed((path / "meta.json").read_bytes()))
+            version = meta["version"]
+            if version > VERSION:
+                raise RunFolderError(
+                    f"{path} was written by a later version of comfedl (format {version}; this one reads up to "
+                    f"{VERSION}); go on with that version, or start anew with --force."
+                )
+            with (path / "tensors.safetensors").open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != meta["sha256"]:
+                    raise ValueError("its checksum does not match")
+            tensors = load_file(path / "tensors.safetensors")
+        except RunFolderError:
+            raise
+        except Exception as error:  # whatever a damaged file makes the readers raise
+            warnings.warn(f"The checkpoint {path} is damaged ({error}); the one before it is used.", stacklevel=2)
+            continue
+        if meta["fingerprint"] != fingerprint:
+            raise RunFolderError(
+                f"{path} belongs to a run with other data or another initial model; give those, or start anew with "
+                "--force."
+            )
+
+        def give(part: Any, tensors: dict[str, Tensor] = tensors) -> Tree:
+            return {name: give(below) for name, below in part.items()} if isinstance(part, dict) else tensors[part]
+
+        kept: dict[int, Tree] = {}
+        for number, group in enumerate(meta["clients"] if version > 1 else ()):
+            states = tree.map(lambda leaf: leaf.to(device), give(group))
+            for row, client in enumerate(tensors[f"clients {number}"].tolist()):
+                kept[client] = tree.map(lambda leaf, row=row: leaf[row], states)
+        for client, state in meta["clients"].items() if version == 1 else ():  # each client by itself
+            kept[int(client)] = tree.map(lambda leaf: leaf.to(device), give(state))
+        try:
+            # Copies lie in memory as the tensors of a run do: by where they lie, the last bit of a product may differ.
+            state = tree.map(lambda leaf, mate: leaf.clone().to(mate.device), give(meta["state"]), like)
+        except (LookupError, TypeError, AttributeError) as error:  # the run is this one, but its state has another form
+            raise RunFolderError(
+                f"{path} was written by another version of comfedl, which keeps the state of this method otherwise; "
+                "go on with that version, or start anew with --force."
+            ) from error
+        offences = {int(client): count for client, count in meta["offences"].items()}
+        snapshot = Snapshot(meta["round"], state, kept.copy, meta["traffic"], offences)
+        return Saved(snapshot, meta["records"])
+    if found:
+        raise RunFolderError(f"No checkpoint in {folder} is whole; start the run anew with --force.")
+    return None
+
+
+class _Group(NamedTuple):
+    """Clients with states of one form; ``places`` is that form with the names of the tensors that hold them all."""
+
+    clients: list[int]
+    states: list[list[Tensor]]
+    names: list[str]
+    places: Any
+
+
+def _grouped(states: Mapping[int, Tree]) -> list[_Group]:
+    groups: dict[str, _Group] = {}
+    for client, state in states.items():
+        form = repr(_mapped(lambda leaf: f"{tuple(leaf.shape)} {leaf.dtype}", state))
+        if form not in groups:
+            names = [f"clients {len(groups)}, {j}" for j, _ in enumerate(tree.leaves(state))]
+            groups[form] = _Group([], [], names, _mapped(partial(_next, iter(names)), state))
+        groups[form].clients.append(client)
+        groups[form].states.append(list(tree.leaves(state)))
+    return list(groups.values())
+
+
+def _next(names: Iterator[str], leaf: Tensor) -> str:
+    return next(names)
+
+
+def _mapped(fn: Callable[[Tensor], str], part: Tree) -> Any:
+    """A tree of tensors as one of texts."""
+    if isinstance(part, dict):
+        return {name: _mapped(fn, below) for name, below in part.items()}
+    if not isinstance(part, Tensor):
+        raise TypeError(f"A state holds a {type(part).__name__}; it may hold tensors and dicts of them.")
+    return fn(part)
+
+
+def _write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], groups: Sequence[_Group]) -> None:
+    """The server's tensors one by one, and the clients' with a row a client, without a copy of them all."""
+    whole = {**tensors, **{f"clients {k}": torch.tensor(group.clients) for k, group in enumerate(groups)}}
+    shapes: dict[str, Shape] = {name: (part.dtype, part.shape) for name, part in whole.items()}
+    for group in groups:
+        for name, leaf in zip(group.names, group.states[0], strict=True):
+            shapes[name] = (leaf.dtype, (len(group.clients), *leaf.shape))
+    out = TensorFile(file, shapes)
+    for name, part in whole.items():
+        out.write(name, part)
+    for group in groups:
+        for j, name in enumerate(group.names):
+            for row, leaves in enumerate(group.states):
+                out.write(name, leaves[j], row)
+
+
+def _found(folder: Path) -> list[Path]:
+    """The checkpoints, newest first."""
+    return sorted((path for path in folder.glob("round-*") if path.is_dir()), reverse=True) if folder.is_dir() else []
+
+
+def _sealed(text: bytes) -> bytes:
+    """A text with its own checksum in front."""
+    return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
+
+
+def _unsealed(data: bytes) -> bytes:
+    digest, _, text = data.partition(b"\n")
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise ValueError("its description does not match its checksum")
+    return text
+
+
+def _sync(folder: Path) -> None:
+    """Make a rename last: the folder itself is synced, where the system can."""
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

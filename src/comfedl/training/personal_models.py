@@ -1,0 +1,141 @@
+"""Personal models on disk: a file for each client, or for very many one file with a row a client in every tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
+from comfedl.core.objectives import Model, Params
+from comfedl.data.client_names import find
+from comfedl.training.result import Result
+from comfedl.utils import tree
+from comfedl.utils.errors import RunFolderError
+from comfedl.utils.files import TensorFile, sync, write_atomic
+
+MOST_FILES = 1000  # with more clients than this their models go to one file
+BATCH = 2**25  # bytes of models that are asked for and written at a time, about
+MODELS, NAMES = "models.safetensors", "clients.json"
+
+
+def file_name(client: str) -> str:
+    """A client's name as the name of a file: what a file system may not like is percent-encoded, and a long one cut."""
+    safe = quote(client, safe=" +=@,")
+    safe = safe.replace(".", "%2E") if safe.startswith(".") else safe
+    if len(safe) <= 200:
+        return safe
+    return (
+        f"{safe[:180].rpartition('%')[0] or safe[:180]}~{hashlib.blake2b(client.encode(), digest_size=8).hexdigest()}"
+    )
+
+
+def model_bytes(model: Model) -> bytes:
+    """A model's parameters and buffers as a safetensors file."""
+    tensors = {**model["params"], **model["buffers"]}
+    content: bytes = save({name: part.contiguous() for name, part in tensors.items()})
+    return content
+
+
+def write_personal(folder: Path, result: Result) -> None:
+    """Write every client's personal model; from one file for all of them the result then reads them."""
+    folder.mkdir(exist_ok=True)
+    if len(result.names) <= MOST_FILES:
+        for (client,) in asked(result):
+            model = next(iter(result.ask_personal([client])))
+            write_atomic(folder / f"{file_name(result.names[client])}.safetensors", model_bytes(model))
+        return
+    paths = {name: folder / f".{name}.part" for name in (MODELS, NAMES)}
+    try:
+        with paths[MODELS].open("wb") as file:
+            _write_rows(file, result)
+            sync(file)
+        with paths[NAMES].open("w", encoding="utf-8") as listing:
+            for k, name in enumerate(result.names):
+                listing.write(f"{',' if k else '['}\n{json.dumps(name)}")
+            listing.write("\n]\n")
+            sync(listing)
+        for name, path in paths.items():
+            os.replace(path, folder / name)
+    except BaseException:
+        for path in paths.values():
+            path.unlink(missing_ok=True)
+        raise
+    stored, params, buffers = PersonalModels(folder, result.names), tuple(result.params), tuple(result.buffers)
+
+    def read(clients: Sequence[int]) -> Iterator[Model]:
+        for client in clients:
+            row = stored.row(client)
+            yield Model(params={name: row[name] for name in params}, buffers={name: row[name] for name in buffers})
+
+    result.ask_personal = read
+
+
+def _write_rows(file: IO[bytes], result: Result) -> None:
+    """The models of all clients, in the order of their names."""
+    like, count = {**result.params, **result.buffers}, len(result.names)
+    rows = TensorFile(file, {name: (part.dtype, (count, *part.shape)) for name, part in like.items()})
+    for clients in asked(result):
+        models = list(result.ask_personal(clients))
+        for kind in ("params", "buffers"):
+            for name in models[0][kind]:
+                rows.write(name, torch.stack([model[kind][name] for model in models]), clients[0])
+
+
+def asked(result: Result) -> Iterator[range]:
+    """The clients whose models are asked for at a time, when all are written."""
+    count = len(result.names)
+    batch = 1
+    if count > MOST_FILES:
+        batch = max(1, min(MOST_FILES, BATCH // tree.nbytes({**result.params, **result.buffers})))
+    return (range(start, min(start + batch, count)) for start in range(0, count, batch))
+
+
+class PersonalModels(Mapping[str, Params]):
+    """The personal models that a run's folder holds; a model is read from the file when it is asked for.
+
+    Args:
+        folder: the folder ``personal`` of a run with more than a thousand clients.
+        names: the clients' names, where they are known; by default they are read.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str] | None = None) -> None:
+        self._path = folder / MODELS
+        try:
+            self.names = json.loads((folder / NAMES).read_text("utf-8")) if names is None else names
+            self._file()
+        except (OSError, ValueError) as error:
+            raise self._gone(error) from error
+
+    def __getitem__(self, client: str) -> Params:
+        row = find(self.names, client)
+        if row is None:
+            raise KeyError(client)
+        return self.row(row)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def row(self, place: int) -> Params:
+        """The model of the client at this place among the names."""
+        try:
+            with self._file() as file:
+                return {name: file.get_slice(name)[place : place + 1][0].clone() for name in file.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _file(self) -> safe_open:
+        return safe_open(self._path, framework="pt")
+
+    def _gone(self, error: Exception) -> RunFolderError:
+        return RunFolderError(f"The personal models in {self._path.parent} cannot be read ({error}).")

@@ -1,0 +1,81 @@
+"""What a run gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from comfedl.core import client_statistics
+from comfedl.core.client_statistics import Row
+from comfedl.core.objectives import Model, Params
+from comfedl.data.client_names import find
+from comfedl.models.functional import with_tensors
+from comfedl.utils.errors import ConfigError, nearest
+
+MOST_NAMED = 1000  # an error lists all clients up to so many
+
+
+@dataclass
+class Result:
+    """What a run gives.
+
+    Attributes:
+        params: the global model's parameters; dtype and device are the model's own.
+        buffers: its buffers (BatchNorm's running statistics), empty for most models.
+        rounds: one row per evaluated round: "round", "train.loss.mean", "validation.accuracy.worst", "objective",
+            "effective_clients", "up_bytes", "down_bytes" and so on.
+        clients: one row per evaluated round and client: "round", "client", "train.loss", "weight" and so on. It is a
+            list, or with more than 100,000 rows a sequence that makes a row when it is looked at.
+        traffic: bytes sent in training, up from the clients and down to them.
+        seconds: how long the run took.
+    """
+
+    params: Params
+    buffers: Params
+    rounds: list[Row]
+    clients: Sequence[Row]
+    traffic: dict[str, int]
+    seconds: float
+    names: Sequence[str] = field(repr=False)
+    ask_personal: Callable[[Sequence[int]], Iterator[Model]] = field(repr=False)
+    module: nn.Module | None = field(default=None, repr=False)
+
+    def state_dict(self, client: str | None = None) -> Params:
+        """Parameters and buffers together, for ``model.load_state_dict``: the global model's or a client's own."""
+        model = Model(params=self.params, buffers=self.buffers) if client is None else self.personal_model(client)
+        return {**model["params"], **model["buffers"]}
+
+    def to_module(self, client: str | None = None) -> nn.Module:
+        """The trained model, ready to use (in the mode of evaluation): the global one or a client's own."""
+        if self.module is None:
+            raise ConfigError("This run trained a dict of tensors and not a module; its tensors are in result.params.")
+        return with_tensors(self.module, self.state_dict(client))
+
+    def personal(self, client: str) -> Params:
+        """The parameters that this client would use: after its own adaptation steps, or the model it keeps."""
+        return self.personal_model(client)["params"]
+
+    def personal_model(self, client: str) -> Model:
+        """The same with the buffers."""
+        place = find(self.names, client) if isinstance(client, str) else None
+        if place is None:
+            few = len(self.names) <= MOST_NAMED
+            known = nearest(str(client), self.names) if few else f"they go from {self.names[0]!r} to {self.names[-1]!r}"
+            raise ConfigError(f"{client!r} is not a client of this run; {known}.")
+        return next(self.ask_personal([place]))
+
+    def summary(self) -> dict[str, Any]:
+        """The last evaluated round's numbers, nested, with traffic and time."""
+        last = self.rounds[-1]
+        return {
+            "rounds": last["round"],
+            **client_statistics.nested(last),
+            "objective": last["objective"],
+            "effective_clients": last["effective_clients"],
+            **({"eval_clients": last["eval_clients"]} if "eval_clients" in last else {}),
+            "traffic": self.traffic,
+            "seconds": round(self.seconds, 3),
+        }

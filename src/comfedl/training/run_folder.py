@@ -1,0 +1,342 @@
+"""A run's folder: config.toml, rounds.jsonl, clients.jsonl, summary.json, model.safetensors, personal/, checkpoint/.
+
+Where the data were a table or had labels with names, data.json says how their rows became numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from comfedl.core.client_statistics import Row
+from comfedl.core.objectives import Model
+from comfedl.core.protocol import Diverged
+from comfedl.core.reply_validation import QuorumError
+from comfedl.data.tabular import Encoding
+from comfedl.training import checkpoint
+from comfedl.training.callbacks import Callback
+from comfedl.training.checkpoint import Snapshot
+from comfedl.training.client_records import ClientRows
+from comfedl.training.personal_models import model_bytes, write_personal
+from comfedl.training.result import Result
+from comfedl.utils import torchrun
+from comfedl.utils.errors import ConfigError, DataError, RunFolderError
+from comfedl.utils.files import sweep, write_atomic
+from comfedl.utils.lock import release_lock, take_lock
+from comfedl.utils.signals import caught, let_go
+from comfedl.utils.toml import to_toml
+from comfedl.utils.tree import Tree
+
+# What a run writes. A folder that holds any of these is not free, since they would be replaced.
+FILES = (
+    *("config.toml", "data.json", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors"),
+    *("personal", "checkpoint"),
+    *("tensorboard", "mlflow.json"),  # what trackers keep here
+    *("sites.json", "sites.jsonl"),  # of a run over sites
+    torchrun.MARK,
+)
+# What of a config says where a run is computed and not which run it is: another engine may go on with it.
+PLACES = ("engine", "embedded", "distributed", "flower")
+RECORDS = ("rounds.jsonl", "clients.jsonl")
+
+# Without ``checkpoint_every``, a checkpoint is written about every so many seconds of work.
+SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Say what could not be written, and what to do, where the system only says why."""
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} cannot be written ({error.strerror}); make room, or give another --out."
+        ) from error
+
+
+def check_free(path: Path, force: bool, resume: bool = False) -> None:
+    """Refuse a folder that already holds a run, or files that a run would replace, unless it may be."""
+    with readable(path):
+        if path.exists() and not path.is_dir():
+            raise RunFolderError(f"{path} is a file, not a folder; give another --out.")
+        there = [name for name in FILES if (path / name).exists()]
+    if there and not force and not resume:
+        raise RunFolderError(
+            f"{path} already holds a run ({', '.join(there)}); give another folder, go on with it (--resume), or "
+            "replace it (--force)."
+        )
+
+
+class RunFolder(Callback):
+    """Writes a run as it goes, with checkpoints, and reads it back to go on.
+
+    A run that fails before its first checkpoint, or because training left the finite numbers, leaves nothing of its
+    own, and one that it was to replace comes back. One that was interrupted or could not write on keeps its checkpoint.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        force: bool = False,
+        resume: bool = False,
+        fingerprint: str = "",
+        checkpoint_every: int | None = None,
+        save_personal: bool = True,
+    ) -> None:
+        if force and resume:
+            raise ConfigError("force and resume are both given; one replaces the run and the other goes on with it.")
+        check_free(path, force, resume)
+        self.path, self._settings, self._fingerprint = path, settings, fingerprint
+        self._every, self._resumed = checkpoint_every, resume and (path / "config.toml").exists()
+        self._personal, self.room = save_personal, 0  # how many bytes the personal models will take
+        self.encoding: Encoding | None = None
+        self._streams: dict[str, IO[str]] = {}
+        self._digests = {name: hashlib.sha256() for name in RECORDS}
+        self._made: list[Path] = []
+        self._aside: Path | None = None
+        self._lock: IO[str] | None = None
+        self._begun = self._moved = self._done = False
+        self._saved_round = 0
+        self._last: Snapshot | None = None
+        self._stop: int | None = None
+        self._handlers: dict[int, Any] = {}
+
+    # Going on.
+
+    def load(
+        self, like: Tree, device: torch.device, names: Sequence[str]
+    ) -> tuple[Snapshot | None, list[Row], ClientRows]:
+        """The last checkpoint and the records up to it; nothing where the run has not got that far."""
+        if not self._resumed:
+            return None, [], ClientRows()
+        with readable(self.path):
+            self._take_lock()
+            written = (self.path / "config.toml").read_text(encoding="utf-8", errors="replace")
+            if not _same(written, self._settings):
+                raise RunFolderError(
+                    f"{self.path} holds a run with another config ({_difference(written, self._settings)})"
+                    "; resume it with its own, or start anew with --force."
+                )
+            saved = checkpoint.read(self.path / "checkpoint", self._fingerprint, like, device)
+            for name in RECORDS:
+                size, checksum = (0, hashlib.sha256().hexdigest()) if saved is None else saved.records[name]
+                self._digests[name] = _cut(self.path / name, size, checksum)
+            rows, client_rows = (
+                list(_rows(self.path / RECORDS[0])),
+                ClientRows.read(_rows(self.path / RECORDS[1]), names),
+            )
+            for name in ("summary.json", "model.safetensors"):  # of a run that is not at its end any more
+                (self.path / name).unlink(missing_ok=True)
+            if (self.path / "personal").is_dir():
+                shutil.rmtree(self.path / "personal")
+        if saved is not None:
+            self._saved_round = saved.snapshot.round
+        return (None if saved is None else saved.snapshot), rows, client_rows
+
+    # Writing.
+
+    def started(self) -> None:
+        with readable(self.path):
+            self._begun = True
+            self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            sweep(self.path, FILES)
+            self._check_room()
+            if not self._resumed:
+                self._move_aside()
+            if self.encoding is not None:
+                described = {"version": 1, **self.encoding.to_dict()}
+                write_atomic(self.path / "data.json", (json.dumps(described, indent=1) + "\n").encode())
+            write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
+            torchrun.mark(self.path)
+            for name in RECORDS:
+                self._streams[name] = (self.path / name).open("a" if self._resumed else "w", encoding="utf-8")
+        self._catch_signals()
+        self._saved_at = time.monotonic()
+
+    def evaluated(self, row: Row, clients: Sequence[Row]) -> None:
+        with readable(self.path):
+            for name, rows in zip(RECORDS, ([row], clients), strict=True):
+                left = iter(rows)
+                while text := "".join(json.dumps(each) + "\n" for each in islice(left, 10_000)):
+                    self._streams[name].write(text)
+                    self._digests[name].update(text.encode())
+                self._streams[name].flush()
+
+    def settled(self, snapshot: Snapshot) -> None:
+        due = time.monotonic() - self._saved_at >= SECONDS if self._every is None else snapshot.round % self._every == 0
+        self._last = snapshot
+        if due or self._stop is not None:
+            self._save(snapshot)
+        if self._stop is not None:
+            raise KeyboardInterrupt(f"stopped by {signal.Signals(self._stop).name} after round {snapshot.round}")
+
+    def _save(self, snapshot: Snapshot) -> None:
+        with readable(self.path):
+            for stream in self._streams.values():
+                os.fsync(stream.fileno())
+            records = {
+                name: (os.fstat(stream.fileno()).st_size, self._digests[name].hexdigest())
+                for name, stream in self._streams.items()
+            }
+            checkpoint.write(self.path / "checkpoint", snapshot, records, self._fingerprint)
+        self._saved_at, self._saved_round = time.monotonic(), snapshot.round
+
+    def finished(self, result: Result) -> None:
+        with readable(self.path):
+            self._close()
+            whole = Model(params=result.params, buffers=result.buffers)
+            write_atomic(self.path / "model.safetensors", model_bytes(whole))
+            if self._personal:
+                write_personal(self.path / "personal", result)
+            write_atomic(self.path / "summary.json", (json.dumps(result.summary(), indent=2) + "\n").encode())
+            self._done = True
+            if self._aside is not None:
+                shutil.rmtree(self._aside)
+        self._release()
+
+    def failed(self, error: BaseException) -> None:
+        if isinstance(error, QuorumError) and self._last is not None:
+            with contextlib.suppress(OSError):
+                self._save(self._last)  # the run can go on when the clients have been seen to
+        with contextlib.suppress(OSError):
+            self._close()
+        try:
+            if self._begun and not self._done:
+                self._clean(error)
+        finally:
+            self._release(error)
+        self._remove_made()
+
+    def _clean(self, error: BaseException) -> None:
+        """Leave the last checkpoint where the run can go on from it, and otherwise what was there before."""
+        useless = isinstance(error, Diverged | ConfigError | DataError)
+        if self._resumed or (self._saved_round and not useless):
+            if self._aside is not None:
+                shutil.rmtree(self._aside)
+            return
+        if not os.path.isdir(self.path):
+            return
+        for name in FILES if self._moved else ():  # until the old run was out of the way, these are its files
+            target = self.path / name
+            shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+        if self._aside is not None:
+            for kept in self._aside.iterdir():
+                os.replace(kept, self.path / kept.name)
+            self._aside.rmdir()
+
+    # Small parts.
+
+    def _move_aside(self) -> None:
+        """Put a run that is to be replaced out of the way, until this one has ended well."""
+        old = [name for name in FILES if (self.path / name).exists()]
+        if old:
+            self._aside = Path(tempfile.mkdtemp(dir=self.path, prefix=".replaced-"))
+            for name in old:
+                os.replace(self.path / name, self._aside / name)
+        self._moved = True
+
+    def _check_room(self) -> None:
+        """See before the training, not after it, that the personal models will find room."""
+        free = shutil.disk_usage(self.path).free
+        if self.room > free:
+            raise RunFolderError(
+                f"The clients' personal models will take {self.room / 1e9:.3g} GB, but {self.path} has room for "
+                f"{free / 1e9:.3g} GB; make room, give another --out, or set save_personal = false."
+            )
+
+    def _remove_made(self) -> None:
+        """Take away the folders that this run made, where nothing else is in them."""
+        for folder in self._made:
+            if os.path.isdir(folder) and not any(folder.iterdir()):
+                folder.rmdir()
+
+    def _close(self) -> None:
+        """Close both streams, also where the first one fails."""
+        with contextlib.ExitStack() as stack:
+            for stream in self._streams.values():
+                stack.callback(stream.close)
+
+    def _take_lock(self) -> None:
+        if self._lock is None:
+            self._lock = take_lock(self.path)
+
+    def _release(self, error: BaseException | None = None) -> None:
+        let_go(self._handlers, error)
+        self._handlers = {}
+        release_lock(self.path, self._lock)
+        self._lock = None
+
+    def _catch_signals(self) -> None:
+        """On SIGINT and SIGTERM finish the round and write a checkpoint; on the second one stop at once."""
+
+        def stop(number: int, frame: types.FrameType | None) -> None:
+            if self._stop is not None:
+                raise KeyboardInterrupt
+            self._stop = number
+            if not self._handlers:  # the run is over: another process has died
+                return
+            sys.stderr.write("stopping after this round, with a checkpoint; once more stops at once\n")
+
+        self._handlers = caught(stop)
+
+
+def _same(written: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a config as it was written is that of the same run, wherever it was computed."""
+    try:
+        there, here = tomllib.loads(written), tomllib.loads(to_toml(settings))
+    except tomllib.TOMLDecodeError:
+        return False
+    return all(there.get(key) == here.get(key) for key in {*there, *here} - {*PLACES})
+
+
+def _cut(path: Path, size: int, checksum: str) -> hashlib._Hash:
+    """Cut a file of records back to what a checkpoint knows, and see that it is what was written."""
+    with path.open("ab") as file:
+        length = file.tell()
+        file.truncate(min(size, length))
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    if digest.hexdigest() != checksum:
+        raise RunFolderError(f"{path} is not what was written at its checkpoint; start the run anew with --force.")
+    return digest
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def finished_rows(path: Path, settings: Mapping[str, Any]) -> list[Row] | None:
+    """The rounds of a run that has ended well under just these settings; None where there is no such run."""
+    if not (path / "summary.json").exists() or (path / "config.toml").read_text("utf-8") != to_toml(settings):
+        return None
+    return list(_rows(path / "rounds.jsonl"))
+
+
+def _difference(written: str, settings: Mapping[str, Any]) -> str:
+    """The first line in which two configs differ."""
+    there, here = written.splitlines(), to_toml(settings).splitlines()
+    pairs = [(a, b) for a, b in zip(there, here, strict=False) if a != b]
+    first = pairs[0] if pairs else (f"{len(there)} lines", f"{len(here)} lines")
+    return f"{first[0]} there, {first[1]} here"

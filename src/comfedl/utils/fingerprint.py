@@ -1,0 +1,21 @@
+"""Digests that tell whether two runs were given the same."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def fingerprint(*parts: Any) -> str:
+    """A digest of what a run depends on besides its settings: names, numbers and tensors."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            digest.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        else:
+            digest.update(repr(part).encode())
+    return digest.hexdigest()

@@ -1,0 +1,124 @@
+"""The protocol of a fair comparison: tune on validation with equal budgets, then judge on fresh seeds.
+
+First every candidate of every method runs on the tuning seeds, and the one with the best validation metric wins. Then
+the winners run on seeds that no choice has seen: another split of the data and another initial model. Test samples take
+part in nothing but the last numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+
+from comfedl_reproduction.experiments import FIRST_TUNING_SEED, Arm, Figure, Settings, merged
+from comfedl_reproduction.runner import Record, Run, Runner
+
+# A candidate's score is the mean of so many last evaluations: a single one is noisy.
+LAST = 3
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate of an arm with its score on the tuning seeds; diverged ones score minus infinity."""
+
+    arm: Arm
+    candidate: Settings
+    runs: tuple[Run, ...]
+    score: float = -math.inf
+    core_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """An arm's runs on the seeds that judge, with the settings that they ran under."""
+
+    arm: Arm
+    runs: tuple[Run, ...]
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that a figure is drawn and tabulated from."""
+
+    figure: Figure
+    trials: Sequence[Trial]
+    winners: Mapping[str, Settings]
+    curves: Sequence[Curve]
+
+
+def carry_out(figures: Sequence[Figure], sources: Mapping[str, Figure], runner: Runner) -> dict[str, Outcome]:
+    """Tune, choose and judge; ``sources`` are all figures whose arms these may refer to, themselves included."""
+    needed = {arm.like.split("/")[0] for figure in figures for arm in figure.arms if arm.like is not None}
+    tuned = [sources[name] for name in dict.fromkeys([*needed, *(figure.name for figure in figures)])]
+    trials = [trial for figure in sorted(tuned, key=lambda figure: figure.name) for trial in _trials(figure)]
+    records = runner.run(_by_seed([trial.runs for trial in trials]), "tuning")
+    scored = [_scored(trial, sources, records) for trial in trials]
+    winners = {arm.name: _winner(arm, scored) for figure in tuned for arm in figure.arms if arm.like is None}
+    planned = {
+        arm.name: tuple(Run({**_settings(arm, sources, winners), "seed": seed}) for seed in _seeds(figure, arm))
+        for figure in figures
+        for arm in figure.arms
+    }
+    records = runner.run(_by_seed(list(planned.values())), "figures")
+    outcomes = {}
+    for figure in figures:
+        curves = [
+            Curve(arm, planned[arm.name], tuple(records[run.key] for run in planned[arm.name])) for arm in figure.arms
+        ]
+        own = [trial for trial in scored if trial.arm in figure.arms]
+        outcomes[figure.name] = Outcome(figure, own, winners, curves)
+    return outcomes
+
+
+def _seeds(figure: Figure, arm: Arm) -> range:
+    return range(figure.seeds if arm.seeds is None else min(figure.seeds, arm.seeds))
+
+
+def _by_seed(groups: Sequence[Sequence[Run]]) -> list[Run]:
+    """All runs, one seed of everything after another: runs on the same data follow each other, and what is there after
+    an interruption is a comparison of all methods."""
+    longest = max((len(group) for group in groups), default=0)
+    return [group[i] for i in range(longest) for group in groups if i < len(group)]
+
+
+def _trials(figure: Figure) -> list[Trial]:
+    seeds = range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + figure.tuning_seeds)
+    return [
+        Trial(arm, one, tuple(Run({**merged(merged(arm.settings, one), figure.tuning), "seed": s}) for s in seeds))
+        for arm in figure.arms
+        if arm.tuned
+        for one in arm.candidates
+    ]
+
+
+def _scored(trial: Trial, sources: Mapping[str, Figure], records: Mapping[str, Record]) -> Trial:
+    metric = sources[trial.arm.name.split("/")[0]].choose_by
+    sign = -1 if metric.split(".")[1].endswith("loss") else 1
+    found = [records[run.key] for run in trial.runs]
+    trial = replace(trial, core_seconds=sum(record["core_seconds"] for record in found))
+    if any(record["diverged"] for record in found):
+        return trial
+    score = sign * fmean(fmean(row[metric] for row in record["rounds"][-LAST:]) for record in found)
+    return replace(trial, score=score)
+
+
+def _winner(arm: Arm, trials: Sequence[Trial]) -> Settings:
+    """The best candidate; the first of equals, and the first where all have diverged."""
+    own = [trial for trial in trials if trial.arm.name == arm.name]
+    return max(own, key=lambda trial: trial.score).candidate if own else arm.candidates[0]
+
+
+def _settings(arm: Arm, sources: Mapping[str, Figure], winners: Mapping[str, Settings]) -> Settings:
+    """The config that an arm is judged under."""
+    if arm.like is None:
+        return merged(arm.settings, winners[arm.name])
+    source = sources[arm.like.split("/")[0]].arm(arm.like)
+    return merged(_settings(source, sources, winners), arm.changes)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """The standard error of the mean over seeds; 0 where there is only one."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -1,0 +1,205 @@
+"""Threads share clients out: the same numbers to the bit, one learner a thread, and the faster way is kept."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import comfedl as cf
+from comfedl.core.objectives import Learner
+from comfedl.engines import thread_pool as crews
+from comfedl.engines.embedded import Embedded
+from comfedl.engines.thread_pool import TRIAL, Crew
+
+
+def test_every_chunk_once_and_in_order() -> None:
+    crew = Crew(3)
+    for _ in range(2 * len(TRIAL)):
+        assert crew.run("s", lambda worker, chunk: chunk * 10, list(range(20))) == [10 * k for k in range(20)]
+
+
+def test_no_two_jobs_have_one_worker_at_a_time() -> None:
+    busy: set[int] = set()
+    lock = threading.Lock()
+
+    def job(worker: int, chunk: int) -> int:
+        with lock:
+            assert worker not in busy
+            busy.add(worker)
+        time.sleep(0.001)
+        with lock:
+            busy.remove(worker)
+        return worker
+
+    crew = Crew(4)
+    seen = set()
+    for _ in TRIAL:
+        seen |= set(crew.run("s", job, range(30)))
+    assert seen == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("threads_help", [True, False])
+def test_the_faster_way_is_kept(
+    threads_help: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A clock on which a call takes 0.01 s, or 0.02 s where it is run the worse way; the first of each kind is slow.
+    spent = [0.08 if turn < 2 else 0.01 if threads == threads_help else 0.02 for turn, threads in enumerate(TRIAL)]
+    moments = iter([moment for seconds in spent for moment in (0.0, seconds)] + [0.0] * 9)
+    monkeypatch.setattr(crews.time, "perf_counter", lambda: next(moments))
+
+    def job(worker: int, chunk: int) -> bool:
+        return threading.current_thread() is not threading.main_thread()
+
+    crew = Crew(2)
+    with caplog.at_level(logging.INFO, "comfedl"):
+        for threads in TRIAL:
+            assert set(crew.run("s", job, range(6))) == {threads}
+    assert set(crew.run("s", job, range(6))) == {threads_help}
+    assert ("2 threads" if threads_help else "one thread") in caplog.text
+
+
+def test_long_chunks_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crews, "LONG", 0.001)
+    crew = Crew(2)
+
+    def job(worker: int, chunk: int) -> bool:
+        time.sleep(0.002)
+        return threading.current_thread() is not threading.main_thread()
+
+    assert set(crew.run("s", job, range(2))) == {False}
+    assert set(crew.run("s", job, range(2))) == {True}
+
+
+def test_the_first_error_in_the_order_of_chunks_comes_out() -> None:
+    def job(worker: int, chunk: int) -> int:
+        if chunk in (2, 5):
+            raise ValueError(f"chunk {chunk}")
+        return chunk
+
+    crew = Crew(2)
+    for _ in range(len(TRIAL) + 1):
+        with pytest.raises(ValueError, match="chunk 2"):
+            crew.run("s", job, range(8))
+        crew.run("s", lambda worker, chunk: chunk, range(4))
+
+
+def test_no_job_goes_on_when_one_has_failed() -> None:
+    done: list[int] = []
+
+    def job(worker: int, chunk: int) -> None:
+        if chunk == 0:
+            raise ValueError("chunk 0")
+        time.sleep(0.05)
+        done.append(chunk)
+
+    crew = Crew(2)
+    crew._choice["s"] = True
+    with pytest.raises(ValueError, match="chunk 0"):
+        crew.run("s", job, range(6))
+    before = list(done)
+    time.sleep(0.2)
+    assert done == before and len(done) < 5
+
+
+def test_learners_are_copied_before_any_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside vmap the parameters that lie in a module cannot be copied."""
+    where: list[threading.Thread] = []
+    copy = Learner.copy
+
+    def watched(self: Learner) -> Learner:
+        where.append(threading.current_thread())
+        return copy(self)
+
+    monkeypatch.setattr(Learner, "copy", watched)
+    options = {"vectorize": "vmap", "workers": 3, "memory_mb": 0.1}
+    cf.fit(images(), data(12), cf.FedAvg(batch_size=4), rounds=len(TRIAL), engine_options=options)
+    assert len(where) >= 2 and set(where) == {threading.main_thread()}
+
+
+def images() -> nn.Module:
+    torch.manual_seed(0)
+    return cf.models.cnn4((1, 8, 8), 3, filters=4, norm="running")
+
+
+def dense() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def data(clients: int = 60) -> cf.FederatedData:
+    made = torch.Generator().manual_seed(1)
+    draw = lambda n: (torch.randn(n, 1, 8, 8, generator=made), torch.randint(0, 3, (n,), generator=made))  # noqa: E731
+    return cf.FederatedData({f"{i:02d}": draw(10 + i % 3) for i in range(clients)})
+
+
+METHODS = [
+    cf.FedAvg(batch_size=4),
+    cf.Ditto(batch_size=4),
+    cf.ComFedL(inner=cf.Adapt(0.1), outer=cf.KL(0.5), batch_size=4, lr=0.01),
+]
+
+
+@pytest.mark.parametrize("model", [images, dense])
+@pytest.mark.parametrize("algorithm", METHODS, ids=lambda method: type(method).__name__)
+def test_threads_change_no_bit(model: Any, algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crews, "TRIAL", (True,) * 6)
+    used: set[str] = set()
+    for name in ("_alone", "_together"):
+        real = getattr(Embedded, name)
+
+        def spy(self: Any, *args: Any, real: Any = real) -> Any:
+            used.add(threading.current_thread().name)
+            return real(self, *args)
+
+        monkeypatch.setattr(Embedded, name, spy)
+    results = []
+    for workers in (1, 3):
+        used.clear()
+        results.append(cf.fit(model(), data(), algorithm, rounds=3, engine_options={"workers": workers}))
+        assert (used == {"MainThread"}) == (workers == 1)
+    one, other = results
+    assert one.rounds == other.rounds and one.clients == other.clients
+    for part in ("params", "buffers"):
+        for name, tensor in getattr(one, part).items():
+            assert torch.equal(tensor, getattr(other, part)[name])
+    for name in one.names:
+        for key, tensor in one.personal(name).items():
+            assert torch.equal(tensor, other.personal(name)[key])
+
+
+def test_noise_stays_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(x.flatten(1) + 0.1 * torch.randn(64))
+            return out
+
+    monkeypatch.setattr(crews, "TRIAL", (True,) * 6)
+    model = Noisy()
+    runs = [cf.fit(model, data(), cf.FedAvg(batch_size=4), 2, engine_options={"workers": w}) for w in (1, 3)]
+    assert runs[0].clients == runs[1].clients
+
+
+def test_torchs_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        cf.fit(images(), data(4), cf.FedAvg(batch_size=4), rounds=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, "some", True])
+def test_a_number_of_workers_that_cannot_be(workers: Any) -> None:
+    with pytest.raises(cf.ConfigError, match="workers"):
+        cf.fit(dense(), data(4), cf.FedAvg(), 1, engine_options={"workers": workers})

@@ -1,0 +1,398 @@
+"""Sites behind a real SuperLink and real SuperNodes on loopback, with TLS and keys; all of them end with the test."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
+
+import torch
+from safetensors.torch import load_file
+
+import comfedl as cf
+from comfedl.config.schema import Config, parse_config, read_config, run_config
+from comfedl.flower.certs import make_certs
+from comfedl.flower.local_trial import Trial
+from comfedl.flower.processes import MARK, Daemons, free_ports, listening
+from comfedl.flower.superlink import wait_for
+from comfedl.utils.toml import to_toml
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are found in /proc")]
+
+LONG = 400  # seconds until a condition that must come is given up
+
+
+def config(**more: Any) -> Config:
+    return parse_config({
+        "rounds": 3,
+        "seed": 1,
+        "data": {"name": "digits", "partition": "dirichlet", "clients": 3, "alpha": 0.5},
+        "algorithm": {"name": "ditto"},
+        "flower": {"deadline": 300.0, "patience": 300.0},
+        **more,
+    })  # fmt: skip
+
+
+def left_over(mark: str) -> list[str]:
+    """The processes that bear a mark, or that work in a trial's folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+def trained(out: Path) -> dict[int, dict[str, Any]]:
+    """Who took part in the training of each round; of a round that was done again the last time."""
+    path = out / "sites.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {row["round"]: row for row in rows if row["step"] == "train"}
+
+
+def lines(out: Path) -> int:
+    return len((out / "sites.jsonl").read_text().splitlines())
+
+
+def until(what: Callable[[], bool], complaint: str) -> None:
+    end = time.monotonic() + LONG
+    while not what():
+        assert time.monotonic() < end, complaint
+        time.sleep(0.2)
+
+
+def assert_model(out: Path, expected: cf.Result) -> None:
+    found = load_file(out / "model.safetensors")
+    for name, part in expected.params.items():
+        torch.testing.assert_close(found[name], part, rtol=0, atol=1e-6)
+
+
+# The command.
+
+
+def marked(parent: int) -> set[str]:
+    """The marks of what a process has started."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                words = (entry / "environ").read_bytes().decode().split("\0")
+                found |= {word.partition("=")[2] for word in words if word.startswith(f"{MARK}=")}
+        except (OSError, UnicodeDecodeError):
+            continue
+    return found
+
+
+def test_the_command_is_stopped_goes_on_and_ends_with_the_embedded_model(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(to_toml(config().resolved()))
+    command = [sys.executable, "-m", "comfedl", "flower", "local", "c.toml", "--sites", "3", "--out", "run"]
+    run, marks = tmp_path / "run", set()
+
+    def start(*more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*command, *more], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+        said = process.communicate(timeout=LONG)
+        assert [words for mark in marks for words in left_over(mark)] == []
+        return process.returncode, *said
+
+    first = start()  # stopped while it starts
+    until(lambda: bool(marked(first.pid)) or first.poll() is not None, "nothing was started")
+    marks |= marked(first.pid)
+    assert marks
+    first.terminate()
+    code, _, errors = ends(first)
+    assert code == 130, errors
+    assert not run.exists()
+
+    second = start()  # stopped in the middle
+    until(lambda: 1 in trained(run) or second.poll() is not None, "the first round has not come")
+    marks |= marked(second.pid)
+    assert len(marks) == 2
+    until(lambda: (run / "checkpoint" / "round-000000001").is_dir() or second.poll() is not None, "no checkpoint")
+    second.send_signal(signal.SIGINT)
+    code, _, errors = ends(second)
+    assert (code, errors.splitlines()[-1].split(";")[0]) == (130, "interrupted"), errors
+    assert not (run / "summary.json").exists()
+
+    third = start("--resume")
+    until(lambda: bool(marked(third.pid)) or third.poll() is not None, "nothing was started")
+    marks |= marked(third.pid)
+    code, printed, errors = ends(third)
+    assert code == 0, errors
+    assert "validation accuracy" in printed
+    assert "round 3 of 3, train: 3 sites" in errors and "round 1 of 3" not in errors
+    assert_model(run, run_config(config()))
+    rows = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    assert {path.name for path in (run / "sites").iterdir()} == {"client-0", "client-1", "client-2"}
+    assert not (run / "personal").exists()  # those stay at the sites
+
+
+# Faults.
+
+# A site that fails in the rounds that a file of its own names, in the way that it says.
+FAULTY = """
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from comfedl.engines.flower import client_app, wire
+from comfedl.flower.local_trial import share
+from flwr.app import Message
+
+
+def fail(message, context, call):
+    data = Path(str(context.node_config["data"]))
+    plan = data.with_suffix(".plan")
+    group = message.metadata.group_id
+    fault = json.loads(plan.read_text()).get(group) if plan.exists() else None
+    if fault == "wait":
+        data.with_suffix(".waits").touch()
+        while not data.with_suffix(".go").exists():
+            time.sleep(0.1)
+    if fault == "raise":
+        raise ValueError("this site is out of order")
+    reply = call(message, context)
+    if fault == "nothing":
+        return None
+    if fault in ("nan", "shapes"):
+        body, tensors = wire.opened(reply.content)
+        packed = wire.Packed()
+        for part in body["answers"]:
+            tree = wire.unpacked(part["reply"], tensors)
+            if "model" in tree:
+                change = (lambda leaf: leaf * torch.nan) if fault == "nan" else (lambda leaf: leaf[:1])
+                tree["model"]["params"] = {name: change(leaf) for name, leaf in tree["model"]["params"].items()}
+            part["reply"] = packed.put(tree)
+        return Message(wire.content(body, packed.record()), reply_to=message)
+    return reply
+
+
+app = client_app(share, mods=[fail])
+"""
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Trial]:
+    settings = config(rounds=6, quorum=0.3, flower={"deadline": 60.0, "patience": 300.0})
+    made = Trial(settings, 3, tmp_path, tmp_path / "run", FAULTY)
+    with made.daemons:
+        yield made
+    assert left_over(made.daemons.mark) == []
+
+
+def plan(trial: Trial, site: str, faults: Mapping[int, str]) -> None:
+    (trial.folder / f"{site}.plan").write_text(json.dumps({f"round {k}": fault for k, fault in faults.items()}))
+
+
+def refused(daemons: Daemons, name: str, words: list[str]) -> None:
+    """A SuperNode that is started so does not get in."""
+    node = daemons.start(name, words)
+    assert node.wait(LONG) != 0
+    log = daemons.log(name).read_text()
+    assert "SuperNode ID" not in log, log
+
+
+def test_sites_that_fail_in_every_way_and_come_back(trial: Trial) -> None:
+    daemons = trial.daemons
+    plan(trial, "site-0", {5: "wait"})  # until the one that was killed is back
+    plan(trial, "site-1", {1: "shapes", 2: "wait", 3: "raise", 4: "nothing", 5: "nan"})
+    plan(trial, "site-2", {2: "wait"})
+    trial.start_link()
+    for site in trial.sites:
+        trial.start_node(site)
+    run = trial.submit()
+
+    def waits(site: str) -> bool:
+        return (trial.folder / f"{site}.waits").exists()
+
+    wait_for(lambda: waits("site-1") and waits("site-2"), LONG, "Round 2 has not come", daemons, "superlink")
+    daemons.kill("site-2")  # in the middle of its work
+    (trial.folder / "site-2.plan").unlink()
+
+    # Meanwhile: strangers. One has a key that nobody has registered, one has none.
+    make_certs(trial.folder / "strangers", ["stranger"])
+    port, keys = free_ports(1)[0], trial.folder / "keys"
+    words = ["flower-supernode", "--superlink", f"127.0.0.1:{trial.port}", "--root-certificates", str(keys / "ca.crt")]
+    words += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--node-config",
+        f'data="{trial.folder / "site-2.safetensors"}"',
+    ]
+    refused(daemons, "no-key", words)
+    refused(
+        daemons, "wrong-key", [*words, "--auth-supernode-private-key", str(trial.folder / "strangers" / "stranger.key")]
+    )
+
+    def restart() -> bool:  # it is refused until the server has noticed that it was gone
+        before = daemons.log("site-2").read_text().count("SuperNode ID")
+        node = trial.start_node("site-2")
+        until(
+            lambda: node.poll() is not None or daemons.log("site-2").read_text().count("SuperNode ID") > before,
+            "the SuperNode neither ends nor comes in",
+        )
+        return node.poll() is None
+
+    until(restart, "the site that was killed does not come in again")
+    wait_for(lambda: 2 in trained(trial.out), LONG, "Round 2 does not end", daemons, "superlink")
+    for site in ("site-1", "site-0"):
+        (trial.folder / f"{site}.go").touch()
+    trial.finish(run, LONG)
+
+    rows, (first, second, third) = trained(trial.out), trial.names
+    assert sorted(rows) == [1, 2, 3, 4, 5, 6]
+    assert rows[1]["answered"] == rows[6]["answered"] == [first, second, third]
+    assert rows[2]["answered"] == [first]
+    assert rows[2]["absent"][second] == "no answer came in 60 seconds"
+    assert third in rows[2]["absent"]
+    assert rows[3]["absent"][second] == "ValueError (the site's own log has the rest)"
+    assert rows[4]["absent"][second] == "ConfigError: A mod gave NoneType in place of a reply"
+    assert third in rows[5]["answered"] or third in rows[6]["answered"]
+    log = daemons.log("run").read_text()
+    assert f"site '{third}' is left out of 'train'" in log
+    assert re.search(rf"Round 1: the reply of client '{second}' is refused: .* and not", log)
+    assert re.search(rf"Round 5: the reply of client '{second}' is refused: .*not finite", log)
+    with (trial.out / "clients.jsonl").open() as file:
+        weights = {(row["round"], row["client"]): row["weight"] for row in map(json.loads, file)}
+    assert weights[5, second] == 0  # it answered, and was refused
+    assert weights[6, first] > 0 and weights[6, second] > 0 and weights[6, third] > 0
+    assert json.loads((trial.out / "summary.json").read_text())["rounds"] == 6
+
+
+# The server, and an app as ``comfedl flower new`` writes it, with the commands of its README.
+
+
+class Site:
+    """The commands of an app's README, on this machine."""
+
+    def __init__(self, app: Path, names: list[str]) -> None:
+        self.app, self.names = app, names
+        self.daemons = Daemons(app.parent / "work")
+        ports = free_ports(len(names) + 1)
+        self.port, self._ports = ports[0], dict(zip(names, ports[1:], strict=True))
+        text = (app / "README.md").read_text().replace("\\\n", " ")
+        self.lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+        start = self.lines.index("[superlink.ours]")
+        (self.daemons.folder / "flwr" / "config.toml").write_text(
+            "\n".join(map(self.adapted, self.lines[start : start + 3]))
+        )
+
+    def adapted(self, line: str, site: str = "north") -> str:
+        here = {
+            "0.0.0.0": "127.0.0.1",
+            "server.example.org": "127.0.0.1",
+            "8000": str(self.port),
+            "9094": str(self._ports[site]),
+            "keys/": f"{self.app}/keys/",
+            " ca.crt": f" {self.app}/keys/ca.crt",
+            " north.key": f" {self.app}/keys/north.key",
+            "/data/north": f"{self.app.parent}/data/north",
+            "/var/lib/comfedl": f"{self.app.parent}/state/north",
+            "/srv/runs": f"{self.app.parent}/runs",
+        }
+        for old, new in here.items():
+            line = line.replace(old, new)
+        return line.replace("north", site)
+
+    def start(self, name: str, beginning: str, site: str = "north", place: int = 0) -> subprocess.Popen[bytes]:
+        line = [line for line in self.lines if line.startswith(beginning)][place]
+        return self.daemons.start(name, shlex.split(self.adapted(line, site)), self.app)
+
+    def start_link(self) -> None:
+        self.start("superlink", "flower-superlink")
+        until(lambda: listening(self.port), "the SuperLink does not listen")
+
+    def start_node(self, name: str) -> None:
+        self.start(name, "flower-supernode", name)
+
+    def run(self, resume: bool = False) -> subprocess.Popen[bytes]:
+        return self.start("run", "flwr run", place=int(resume))
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Iterator[Site]:
+    comfedl = [sys.executable, "-m", "comfedl", "flower"]
+    names = ["north", "south", "west"]
+    subprocess.run([*comfedl, "new", "our-study"], cwd=tmp_path, check=True, capture_output=True)
+    app = tmp_path / "our-study"
+    subprocess.run([*comfedl, "certs", "keys", "--sites", ",".join(names)], cwd=app, check=True, capture_output=True)
+    settings = app / "our_study" / "config.toml"
+    text = settings.read_text().replace("rounds = 50", "rounds = 3\nquorum = 0.9")
+    settings.write_text(re.sub(r'name = "comfedl"\nouter = .*', 'name = "ditto"', text))
+    made = Site(app, names)
+    with made.daemons:
+        yield made
+    assert left_over(made.daemons.mark) == []
+
+
+def test_a_server_that_is_killed_goes_on_and_so_does_a_run_under_the_quorum(study: Site) -> None:
+    out = study.app.parent / "runs" / "first"
+    study.start_link()
+    for name in study.names:
+        assert study.start("register", "flwr supernode register", name).wait(LONG) == 0, study.daemons.last_words(
+            "register"
+        )
+        study.start_node(name)
+    run = study.run()
+    until(lambda: 2 in trained(out) or run.poll() is not None, "round 2 has not come")
+    assert 2 in trained(out), study.daemons.last_words("run")
+    study.daemons.kill("superlink")  # with the server's app, in the middle of round 3
+    assert not (out / "summary.json").exists()
+    assert (out / "checkpoint" / "round-000000001").is_dir()
+
+    study.start_link()
+    run = study.run(resume=True)
+    before = lines(out)
+    until(lambda: lines(out) > before or run.poll() is not None, "round 2 is not done again")
+    assert lines(out) > before, study.daemons.last_words("run")
+    study.daemons.end("west")
+    said = "only 2 of 3 clients can be used"
+    until(lambda: said in study.daemons.log("run").read_text(), "the run does not stop under its quorum")
+    assert not (out / "summary.json").exists()
+
+    study.start_node("west")
+    study.run(resume=True)
+    until(lambda: (out / "summary.json").exists(), "the run does not end")
+    assert_model(out, embedded(study))
+    rows = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    for name in study.names:  # what a client keeps is in its own site's folder
+        assert [path.name for path in (study.app.parent / "state" / name).iterdir()] == [name]
+
+
+def embedded(study: Site) -> cf.Result:
+    """The same run with the sites' data in one place."""
+    path = study.app / "our_study" / "data.py"
+    spec = importlib.util.spec_from_file_location("our_data", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    parts = {name: module.load_my_site({"site": name}) for name in study.names}
+    fed = cf.FederatedData(
+        train={name: part.train[name] for name, part in parts.items()},
+        validation={name: part.validation[name] for name, part in parts.items()},
+    )
+    settings = read_config(study.app / "our_study" / "config.toml")
+    return cf.fit(settings.make_model(fed), fed, settings.make_algorithm(), rounds=settings.rounds, seed=settings.seed)

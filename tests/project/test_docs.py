@@ -1,0 +1,200 @@
+"""What the documents say is run: every block of Python and every command, in order, page by page."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+import comfedl as cf
+from comfedl.cli import main
+from helpers.pages import Shown, blocks, carry_out, commands, difference, write_files
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+CONTINUES = {"how-to-robust.md": "tutorial.md", "how-to-personal.md": "tutorial.md"}
+"""Pages that use the files of another one."""
+ELSEWHERE = {"how-to-own-data.md": "tests/cli/test_init.py"}
+"""Pages that another test carries out."""
+NOT_RUN = {
+    "README.md": "an overview, whose configs are the reader's own",
+    "how-to-tune.md": "searches; tests/tuning/test_tuning.py runs them",
+    "reproduction.md": "takes from minutes to hours; tests/reproduce runs a small one",
+    "scaling.md": "starts processes with torchrun; tests/engines/test_distributed.py does",
+    "flower.md": "starts servers; tests/flower/test_flower_real.py runs them",
+}
+"""Pages with commands that are only checked to exist, with the reason."""
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def to_run(page: Path) -> bool:
+    return page.name not in ELSEWHERE and any(
+        block.title or block.language in ("python", "sh", "console", "toml") for block in blocks(read(page))
+    )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)], ids=lambda page: page.name)
+def test_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page.name == "flower.md":
+        pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.setitem(sys.modules, "documented", type(sys)("documented"))
+    text, before = read(page), read(DOCS / CONTINUES[page.name]) if page.name in CONTINUES else ""
+    for block in blocks(before + text):
+        if block.title.endswith(".py"):  # its module is this page's, and gone afterwards
+            monkeypatch.setitem(sys.modules, block.title[:-3], None)
+            del sys.modules[block.title[:-3]]
+    write_files(before)
+    for shown in carry_out(text):
+        assert not (wrong := difference(shown)), wrong
+    if not any(block.title or block.language in ("sh", "console") for block in blocks(text)):
+        assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(read(page))], ids=lambda page: page.name)
+def test_every_command_exists_with_its_options(page: Path) -> None:
+    """Also where it is not run. Words in capitals stand for the reader's own."""
+    for line in commands(read(page)):
+        program = typer.main.get_command(main.app)
+        words = line.split("#")[0].replace("'", "").split()[1:]
+        with program.make_context("comfedl", words, resilient_parsing=True) as above:
+            while hasattr(program, "get_command"):
+                name, *words = words
+                program = program.get_command(above, name)
+                assert program is not None, line
+            program.make_context(name, words, parent=above).close()
+
+
+def test_what_is_not_run_is_listed() -> None:
+    left = set()
+    for page in PAGES:
+        ran = [block.body for block in blocks(read(page)) if block.language in ("sh", "console")]
+        if set(commands(read(page))) - {line for body in ran for line in commands(f"```\n{body}```\n")}:
+            left.add(page.name)
+    assert left == {name for name in NOT_RUN if name in {page.name for page in PAGES}}
+
+
+@pytest.mark.parametrize(
+    ("written", "printed"),
+    [
+        ("worst 0.50", "worst 0.56"),
+        ("8 clients", "9 clients"),
+        ("the city", "the isle"),
+        ("one line", "one line more"),
+        ("", "something"),
+    ],
+)
+def test_a_difference_is_seen(written: str, printed: str) -> None:
+    assert difference(Shown(written, printed, 0))
+
+
+def test_rounding_and_times_are_no_difference() -> None:
+    assert not difference(Shown("│ worst  0.50 │ in 3.1 s", "| worst 0.51 | in 17.2 s", 0))
+
+
+def test_a_page_that_lies_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = "```python\nprint(0.5)\n```\n\n```text\n0.9\n```\n\n```console\n$ comfedl list models\nnothing\n```\n"
+    number, listing = carry_out(page)
+    assert difference(number) and difference(listing) and "logistic" in listing.printed
+
+
+def test_the_readme_has_two_commands() -> None:
+    install_and_demo, install_and_test = (
+        block.body for block in blocks(read(ROOT / "README.md")) if block.language == "bash"
+    )
+    for command, end in ((install_and_demo, "comfedl demo"), (install_and_test, "pytest")):
+        assert command.count("\n") == 1
+        assert command.strip().endswith(end)
+        assert "-c constraints.txt" in command
+    assert install_and_demo in read(DOCS / "index.md")
+
+
+def test_a_method_takes_under_forty_lines() -> None:
+    method = blocks(read(DOCS / "adding-a-method.md"))[0].body
+    assert "class FedProx" in method
+    assert len(method.splitlines()) < 40
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)[)#]", read(page)):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_on_the_site_and_in_the_readme() -> None:
+    site, readme = read(ROOT / "mkdocs.yml").partition("nav:")[2], read(ROOT / "README.md")
+    for page in DOCS.glob("*.md"):
+        assert f"- {page.name}\n" in site, page.name
+        assert f"(docs/{page.name})" in readme or page.name == "index.md", page.name
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    documented = re.findall(r"^::: comfedl\.(\w+)$", read(DOCS / "api.md"), re.MULTILINE)
+    assert sorted(documented) == sorted(cf.__all__)
+
+
+def test_every_promise_names_a_test_that_exists() -> None:
+    text = (DOCS / "reliability.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
+    named = [re.search(r"`(tests/[\w/]+\.py)::(test_\w+)` \|$", row) for row in rows]
+    assert len(rows) > 20 and all(named)
+    for found in named:
+        assert found is not None
+        path, test = found.groups()
+        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"
+
+
+def test_the_claims_are_counted_as_the_reproduction_has_them() -> None:
+    found = re.findall(r"^\| \d+ \|.*\*\*([^*]+)\*\* \|$", read(DOCS / "reproduction.md"), re.MULTILINE)
+    partly, never = sum(verdict.startswith("only under") for verdict in found), found.count("not reproduced")
+    assert partly + never == len(found)
+    said = " ".join(read(DOCS / "theory-results.md").split())
+    assert (
+        f"of {len(found)} claims none holds throughout, {partly} hold under some of the settings, and {never} were"
+        in said
+    )
+
+
+def test_the_numbers_of_the_first_page_are_those_of_the_others() -> None:
+    others = " ".join(read(page) for page in (ROOT / "README.md", DOCS / "reproduction.md", DOCS / "how-to-robust.md"))
+    known = {(float(mean), float(error)) for mean, error in re.findall(r"(\d\.\d+) ± (\d\.\d+)", others)}
+    said = re.findall(r"(\d\.\d+) ± (\d\.\d+)", read(DOCS / "index.md"))
+    assert len(said) == 11
+    for mean, error in said:
+        assert any(abs(float(mean) - a) <= 6e-4 and abs(float(error) - b) <= 6e-4 for a, b in known), (mean, error)
+
+
+def test_the_pictures_of_the_theory(tmp_path: Path) -> None:
+    """They can be drawn again, and say what the page says of them."""
+    pictures = runpy.run_path(str(DOCS / "pictures.py"))
+    losses, averaged, robust = pictures["losses"], pictures["averaged"], pictures["robust"]
+    equal = averaged(np.full(2, 0.5))
+    assert np.allclose(robust(1e4), equal, atol=1e-3)
+    worst = losses(robust(0.02))
+    text = read(DOCS / "theory-problem.md")
+    for number in (losses(averaged(pictures["SAMPLES"]))[1], losses(equal)[1], worst.max(), losses(equal)[0], worst[0]):
+        assert f"{number:.2f}" in text
+    pictures["draw"](tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} <= {path.name for path in (DOCS / "images").iterdir()}
+    for name in pictures["PICTURES"]:
+        assert f"](images/{name}.svg)" in text and (tmp_path / f"{name}.svg").stat().st_size > 10_000
+
+
+def test_the_docs_extra_is_pinned() -> None:
+    project = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
+    pinned = {line.split("==")[0].lower() for line in read(ROOT / "constraints.txt").splitlines()}
+    for wanted in project["optional-dependencies"]["docs"]:
+        assert re.split(r"[\[<>=]", wanted)[0] in pinned

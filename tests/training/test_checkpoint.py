@@ -1,0 +1,552 @@
+"""A run that is stopped at any instant and resumed is the same run, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+from torch import nn
+
+import comfedl as cf
+from comfedl.core.reply_validation import QuorumError, Screen
+from comfedl.engines.embedded import Embedded
+from comfedl.training import checkpoint, run_folder
+from comfedl.training.callbacks import Callback
+from comfedl.utils import tree
+
+SAME = ("config.toml", "rounds.jsonl", "clients.jsonl", "model.safetensors")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3)).double()
+
+
+def run(fed: cf.FederatedData, out: Path, algorithm: cf.FedAvg | None = None, **options: Any) -> cf.Result:
+    method = algorithm or cf.Ditto(lam=0.5, lr=0.05, batch_size=4)
+    options = {"rounds": 12, "checkpoint_every": 2, "clients_per_round": 2, "seed": 3, **options}
+    return cf.fit(net(), fed, method, out=out, **options)
+
+
+def files(out: Path) -> dict[str, bytes]:
+    personal = {f"personal/{path.name}": path.read_bytes() for path in (out / "personal").iterdir()}
+    return {name: (out / name).read_bytes() for name in SAME} | personal
+
+
+class StopAt(Callback):
+    """Ends a run after a round as a bug or a person would."""
+
+    def __init__(self, number: int, error: BaseException) -> None:
+        self.number, self.error = number, error
+
+    def settled(self, snapshot: checkpoint.Snapshot) -> None:
+        if snapshot.round == self.number:
+            raise self.error
+
+
+METHODS = [
+    cf.FedAvg(lr=0.05, batch_size=4),
+    cf.Ditto(lam=0.5, lr=0.05, batch_size=4),
+    cf.ComFedL(outer=cf.KL(0.3), lr=0.05, batch_size=4),
+    cf.DRFA(0.05, lr=0.05, batch_size=4),
+    cf.DeltaFL(0.4, lr=0.05, batch_size=4),
+    cf.AFL(0.05, lr=0.05, batch_size=4),
+    cf.TRMAML(0.05, 0.05, lr=0.05, batch_size=4),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_stopped_run_goes_on_to_the_bit(three_clients: cf.FederatedData, tmp_path: Path, method: Any) -> None:
+    options = {"clients_per_round": None} if isinstance(method, cf.AFL) else {}
+    whole = run(three_clients, tmp_path / "whole", method, **options)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(three_clients, tmp_path / "cut", method, callbacks=[StopAt(7, RuntimeError("a bug"))], **options)
+    result = run(three_clients, tmp_path / "cut", method, resume=True, **options)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    assert result.rounds == whole.rounds
+    assert result.clients == whole.clients
+    assert result.traffic == whole.traffic
+    assert all(torch.equal(result.personal("b")[name], whole.personal("b")[name]) for name in whole.params)
+
+
+def test_the_model_of_a_resumed_run_lies_in_memory_as_that_of_a_run(
+    three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a tensor begins, within the 64 bytes that torch gives it, decides on how a product of it is rounded."""
+    seen: list[int] = []
+    ask = Embedded.run
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(three_clients, tmp_path, callbacks=[StopAt(7, RuntimeError("a bug"))])
+
+    def watched(engine: Embedded, step: str, clients: Any, message: dict[str, Any], number: int) -> Any:
+        seen.extend(leaf.data_ptr() % 64 for leaf in tree.leaves(message))
+        return ask(engine, step, clients, message, number)
+
+    monkeypatch.setattr(Embedded, "run", watched)
+    run(three_clients, tmp_path, resume=True)
+    assert seen and not any(seen)
+
+
+def test_a_finished_run_resumed_stays_as_it_is(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    whole = run(three_clients, tmp_path / "run")
+    before = files(tmp_path / "run")
+    again = run(three_clients, tmp_path / "run", resume=True)
+    assert files(tmp_path / "run") == before
+    assert again.rounds == whole.rounds
+
+
+def test_resume_without_a_run_starts_one(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    run(three_clients, tmp_path / "whole")
+    run(three_clients, tmp_path / "new", resume=True)
+    assert files(tmp_path / "new") == files(tmp_path / "whole")
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_leaves_nothing(
+    three_clients: cf.FederatedData, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError):
+        run(three_clients, tmp_path / "run", callbacks=[StopAt(1, RuntimeError("early"))])
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_last_two_checkpoints_are_kept(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    run(three_clients, tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir()) == [
+        "round-000000010",
+        "round-000000012",
+    ]
+
+
+def test_without_a_number_a_checkpoint_comes_by_the_clock(
+    three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(three_clients, tmp_path / "quick", checkpoint_every=None)
+    assert not (tmp_path / "quick" / "checkpoint").exists()
+    monkeypatch.setattr(run_folder, "SECONDS", 0.0)
+    run(three_clients, tmp_path / "slow", checkpoint_every=None)
+    assert (tmp_path / "slow" / "checkpoint" / "round-000000012").is_dir()
+
+
+# Kills.
+
+
+def child(fed: cf.FederatedData, out: Path) -> int:
+    """Run in a process of its own; it gives back the process's number."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException), open(os.devnull, "w") as quiet:
+            os.dup2(quiet.fileno(), 2)
+            run(fed, out, rounds=40, resume=True)
+            code = 0
+        os._exit(code)
+    return pid
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_run_killed_at_twenty_instants(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    """SIGKILL at random instants, in rounds, evaluations and writes alike; then it is let through."""
+    started = time.monotonic()
+    run(three_clients, tmp_path / "whole", rounds=40)
+    length = time.monotonic() - started
+    chance, kills, finished, out = random.Random(5), 0, 0, tmp_path / "cut"
+    while kills < 20 or not finished:
+        pid = child(three_clients, out)
+        if kills < 20:
+            time.sleep(chance.uniform(0, length / 6))
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFSIGNALED(status):
+            kills += 1
+            continue
+        assert os.WEXITSTATUS(status) == 0
+        assert files(out) == files(tmp_path / "whole")
+        assert not [path.name for path in (out / "checkpoint").iterdir() if path.name.startswith(".")]
+        finished += 1
+        shutil.rmtree(out)  # it was quicker than the kills: once more from the start
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_kill_in_the_middle_of_a_checkpoint(
+    three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Every call to the system in a checkpoint's write is a place to die: the one before it serves."""
+    run(three_clients, tmp_path / "whole")
+    calls = 0
+
+    class Killed(BaseException):
+        pass
+
+    def dying(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 20 + at:
+                raise Killed
+            return function(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("fsync", "replace", "open"):
+            patched.setattr(checkpoint.os, name, dying(getattr(os, name)))
+        # Death leaves no time to clean up.
+        patched.setattr(run_folder.RunFolder, "_clean", lambda self, error: None)
+        patched.setattr(checkpoint.shutil, "rmtree", lambda *arguments, **options: None)
+        with pytest.raises(Killed):
+            run(three_clients, tmp_path / "cut")
+    run(three_clients, tmp_path / "cut", resume=True)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_kill_before_each_file_takes_its_name(
+    three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config's, the checkpoints', the model's, each personal model's: nothing half-written stays behind."""
+    run(three_clients, tmp_path / "whole", rounds=40)
+    replace, left, names = os.replace, 0, []
+
+    def dying(source: Any, target: Any) -> None:
+        nonlocal left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            os, "replace", lambda source, target: (names.append(Path(target).name), replace(source, target))
+        )
+        run(three_clients, tmp_path / "counted", rounds=40)
+    assert {"config.toml", "model.safetensors", "b.safetensors", "summary.json"} <= set(names)
+    for spared in sorted({0, 1, 2, *range(len(names) - 6, len(names))}):
+        left = spared
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", dying)
+            pid = child(three_clients, tmp_path / "cut")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        run(three_clients, tmp_path / "cut", rounds=40, resume=True)
+        assert files(tmp_path / "cut") == files(tmp_path / "whole")
+        shutil.rmtree(tmp_path / "cut")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_round_and_keeps_it(
+    three_clients: cf.FederatedData, tmp_path: Path, number: signal.Signals
+) -> None:
+    class Send(Callback):
+        def evaluated(self, row: Any, clients: Any) -> None:
+            if row["round"] == 5:
+                os.kill(os.getpid(), number)
+
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.raises(KeyboardInterrupt, match="after round 5"):
+        run(three_clients, tmp_path / "cut", checkpoint_every=1000, callbacks=[Send()])
+    assert {each: signal.getsignal(each) for each in handlers} == handlers
+    saved = [path.name for path in (tmp_path / "cut" / "checkpoint").iterdir()]
+    assert saved == ["round-000000005"]
+    run(three_clients, tmp_path / "cut", checkpoint_every=1000, resume=True)
+    run(three_clients, tmp_path / "whole", checkpoint_every=1000)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+# Damage.
+
+
+def stopped(fed: cf.FederatedData, out: Path, after: int = 7) -> list[Path]:
+    with pytest.raises(RuntimeError):
+        run(fed, out, callbacks=[StopAt(after, RuntimeError("stop"))])
+    return sorted((out / "checkpoint").iterdir())
+
+
+@pytest.mark.parametrize("file", ["tensors.safetensors", "meta.json"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "missing"])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_serves(
+    three_clients: cf.FederatedData, tmp_path: Path, file: str, damage: str
+) -> None:
+    run(three_clients, tmp_path / "whole")
+    last = stopped(three_clients, tmp_path / "cut")[-1] / file
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    states = {"truncated": content[: len(content) // 2], "flipped": content, "empty": b""}
+    last.unlink() if damage == "missing" else last.write_bytes(states[damage])
+    with pytest.warns(UserWarning, match="round-000000006 is damaged"):
+        run(three_clients, tmp_path / "cut", resume=True)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_when_no_checkpoint_is_whole_it_says_so(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    for saved in stopped(three_clients, tmp_path / "cut"):
+        (saved / "meta.json").write_bytes(b"{}")
+    with pytest.warns(UserWarning), pytest.raises(cf.RunFolderError, match=r"No checkpoint .* is whole; .* --force"):
+        run(three_clients, tmp_path / "cut", resume=True)
+
+
+def test_a_checkpoint_from_the_future(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    last = stopped(three_clients, tmp_path / "cut")[-1] / "meta.json"
+    meta = json.loads(checkpoint._unsealed(last.read_bytes()))
+    last.write_bytes(checkpoint._sealed(json.dumps(meta | {"version": 99}).encode()))
+    with pytest.raises(cf.RunFolderError, match=r"later version .*format 99.*--force"):
+        run(three_clients, tmp_path / "cut", resume=True)
+
+
+def test_nothing_is_a_pickle(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    for saved in stopped(three_clients, tmp_path / "cut"):
+        assert sorted(path.name for path in saved.iterdir()) == ["meta.json", "tensors.safetensors"]
+        assert load_file(saved / "tensors.safetensors")
+
+
+def test_another_config_is_not_resumed(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    stopped(three_clients, tmp_path / "cut")
+    with pytest.raises(cf.RunFolderError, match=r"another config .*rounds = 12 there, rounds = 13 here"):
+        run(three_clients, tmp_path / "cut", resume=True, rounds=13)
+
+
+def test_other_data_are_not_resumed(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    stopped(three_clients, tmp_path / "cut")
+    other = cf.FederatedData({name: three_clients.train[name] for name in ("a", "b")})
+    with pytest.raises(cf.RunFolderError, match="other data"):
+        run(other, tmp_path / "cut", resume=True)
+
+
+def test_the_same_sizes_with_other_samples_are_other_data(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    stopped(three_clients, tmp_path / "cut")
+    other = {name: (x.flip(0), y.flip(0)) for name, (x, y) in three_clients.train.items()}
+    with pytest.raises(cf.RunFolderError, match="other data"):
+        run(cf.FederatedData(other, dict(three_clients.validation or {})), tmp_path / "cut", resume=True)
+
+
+def test_another_loss_is_another_run(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    stopped(three_clients, tmp_path / "cut")
+    with pytest.raises(cf.RunFolderError, match="another config"):
+        run(three_clients, tmp_path / "cut", resume=True, loss=nn.functional.multi_margin_loss)
+
+
+def test_a_run_of_the_readers_own_code_has_the_same_config_in_every_process(
+    three_clients: cf.FederatedData, tmp_path: Path
+) -> None:
+    problem = cf.Composition(lambda params, batch: params["w"], lambda y, batch: (y**2).sum())
+    method = cf.ComFedL(problem=problem)
+    cf.fit({"w": torch.ones(3)}, three_clients, method, rounds=1, out=tmp_path / "run")
+    assert " at 0x" not in (tmp_path / "run" / "config.toml").read_text()
+
+
+def test_a_finished_run_that_goes_on_anew_is_not_taken_for_finished(
+    three_clients: cf.FederatedData, tmp_path: Path
+) -> None:
+    """Without a checkpoint it starts from the first round; until it has ended there is no summary."""
+    run(three_clients, tmp_path / "run", checkpoint_every=None)
+    before = files(tmp_path / "run")
+
+    class Look(Callback):
+        def evaluated(self, row: Any, clients: Any) -> None:
+            assert not (tmp_path / "run" / "summary.json").exists()
+
+    run(three_clients, tmp_path / "run", checkpoint_every=None, resume=True, callbacks=[Look()])
+    assert files(tmp_path / "run") == before
+
+
+def test_force_and_resume_do_not_go_together(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    with pytest.raises(cf.ConfigError, match="both"):
+        run(three_clients, tmp_path / "run", resume=True, force=True)
+    with pytest.raises(cf.ConfigError, match="without out"):
+        cf.fit(net(), three_clients, cf.FedAvg(), resume=True)
+
+
+# A full disk, a folder that cannot be written, and two runs at once.
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs RLIMIT_FSIZE")
+def test_a_full_disk_leaves_the_last_checkpoint(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    run(three_clients, tmp_path / "whole")
+
+    class Fill(Callback):
+        def settled(self, snapshot: checkpoint.Snapshot) -> None:
+            if snapshot.round == 6:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(cf.RunFolderError, match=r"cannot be written .*make room"):
+            run(three_clients, tmp_path / "cut", callbacks=[Fill()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    run(three_clients, tmp_path / "cut", resume=True)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_a_folder_is_locked_while_a_run_writes_it(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    class Second(Callback):
+        said = ""
+
+        def evaluated(self, row: Any, clients: Any) -> None:
+            for options in ({"force": True}, {"resume": True}):
+                with pytest.raises(cf.RunFolderError, match="being written by another run"):
+                    run(three_clients, tmp_path / "run", **options)
+
+    run(three_clients, tmp_path / "run", rounds=2, callbacks=[Second()])
+    assert not (tmp_path / "run" / ".lock").exists()
+    run(three_clients, tmp_path / "other", rounds=2)
+    assert files(tmp_path / "run") == files(tmp_path / "other")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and users")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("when", ["from the start", "after round 6"])
+def test_a_folder_that_cannot_be_written(three_clients: cf.FederatedData, when: str) -> None:
+    """One clear error, and the last checkpoint stays usable. Permissions do not hold root back: it becomes nobody."""
+
+    class Lock(Callback):
+        def settled(self, snapshot: checkpoint.Snapshot) -> None:
+            if snapshot.round == 6:
+                for path in (out / "checkpoint", out):
+                    path.chmod(0o555)
+
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        base.chmod(0o555 if when == "from the start" else 0o777)
+        out = base / "run"
+        pid = os.fork()
+        if pid == 0:
+            code = 3
+            with contextlib.suppress(BaseException):
+                if os.geteuid() == 0:
+                    os.setuid(65534)
+                try:
+                    run(three_clients, out, callbacks=[Lock()])
+                except cf.RunFolderError as error:
+                    code = 0 if "cannot be written (Permission denied)" in str(error) else 1
+            os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        assert os.WEXITSTATUS(status) == 0
+        if when == "from the start":
+            assert not list(base.iterdir())
+            return
+        for path in (out, out / "checkpoint"):
+            path.chmod(0o777)
+        run(three_clients, out, resume=True)
+        run(three_clients, base / "whole")
+        assert files(out) == files(base / "whole")
+
+
+# Many clients.
+
+
+def many(clients: int = 30) -> cf.FederatedData:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4 * clients, 4, generator=generator, dtype=torch.float64)
+    y = (x.sum(dim=1) > 0).long()
+    return cf.FederatedData.from_flat((x, y, range(0, 4 * clients + 1, 4)))
+
+
+@pytest.mark.parametrize("method", [*METHODS[1:4], METHODS[6]], ids=lambda method: method.name)
+def test_a_stopped_run_of_many_clients_goes_on_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    """With what is for many clients alone: losses as changes, duals of the seen, personal models in one file."""
+    monkeypatch.setattr("comfedl.core.client_vector.FEW", 8)
+    monkeypatch.setattr("comfedl.core.dual_weights.FEW", 8)
+    monkeypatch.setattr("comfedl.training.personal_models.MOST_FILES", 10)
+    monkeypatch.setattr("comfedl.training.client_records.FEW", 3)
+    options = {"clients_per_round": 5, "eval_clients": 7, "eval_every": 3}
+    whole = run(many(), tmp_path / "whole", method, **options)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(many(), tmp_path / "cut", method, callbacks=[StopAt(7, RuntimeError("a bug"))], **options)
+    result = run(many(), tmp_path / "cut", method, resume=True, **options)
+    assert {path.name for path in (tmp_path / "cut" / "personal").iterdir()} == {"models.safetensors", "clients.json"}
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    assert result.rounds == whole.rounds and result.clients == whole.clients
+    for name in ("03", "29"):
+        assert all(torch.equal(part, whole.personal(name)[key]) for key, part in result.personal(name).items())
+
+
+@pytest.mark.parametrize("method", METHODS[2:4], ids=lambda method: method.name)
+def test_a_state_of_another_form_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any) -> None:
+    """As a version leaves it that keeps it otherwise; here by another limit for few clients."""
+    for part in ("client_vector", "dual_weights"):
+        monkeypatch.setattr(f"comfedl.core.{part}.FEW", 8)
+    with pytest.raises(RuntimeError):
+        run(many(), tmp_path / "run", method, callbacks=[StopAt(7, RuntimeError("a bug"))], clients_per_round=5)
+    monkeypatch.undo()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(cf.RunFolderError, match="another version of comfedl"):
+        run(many(), tmp_path / "run", method, resume=True, clients_per_round=5)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_the_same_clients_are_evaluated_after_a_resume(tmp_path: Path) -> None:
+    whole = run(many(), tmp_path / "whole", eval_clients=6)
+    with pytest.raises(RuntimeError):
+        run(many(), tmp_path / "cut", eval_clients=6, callbacks=[StopAt(5, RuntimeError("stop"))])
+    result = run(many(), tmp_path / "cut", eval_clients=6, resume=True)
+    assert result.clients == whole.clients and len({row["client"] for row in result.clients}) == 6
+    with pytest.raises(cf.RunFolderError, match="another config"):
+        run(many(), tmp_path / "cut", eval_clients=7, resume=True)
+
+
+def test_states_are_those_before_a_round_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quorum is missed in round 5, after its clients have trained: the checkpoint is that of round 4."""
+    whole = run(many(), tmp_path / "whole", clients_per_round=8)
+    passed = Screen.passed
+
+    def missed(self: Screen, round: int, asked: Any, replies: Any, sends: Any) -> Any:
+        if round == 5 and "model" in sends:
+            raise QuorumError("too few")
+        return passed(self, round, asked, replies, sends)
+
+    with monkeypatch.context() as patched, pytest.raises(QuorumError):
+        patched.setattr(Screen, "passed", missed)
+        run(many(), tmp_path / "cut", clients_per_round=8, checkpoint_every=1000)
+    assert [path.name for path in (tmp_path / "cut" / "checkpoint").iterdir()] == ["round-000000004"]
+    config = tmp_path / "cut" / "config.toml"
+    config.write_text(config.read_text().replace("checkpoint_every = 1000", "checkpoint_every = 2"))
+    result = run(many(), tmp_path / "cut", clients_per_round=8, resume=True)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    assert result.clients == whole.clients
+
+
+def test_a_checkpoint_of_the_first_format_is_read(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    """There every client's tensors stood by themselves."""
+    run(three_clients, tmp_path / "whole")
+    last = stopped(three_clients, tmp_path / "cut")[-1]
+    meta = json.loads(checkpoint._unsealed((last / "meta.json").read_bytes()))
+    tensors = load_file(last / "tensors.safetensors")
+    old = {name: part for name, part in tensors.items() if not name.startswith("clients ")}
+    meta["version"], groups, meta["clients"] = 1, meta["clients"], {}
+
+    def alone(part: Any, client: int, row: int) -> Any:
+        if isinstance(part, dict):
+            return {name: alone(below, client, row) for name, below in part.items()}
+        old[f"{client} {part}"] = tensors[part][row].clone()
+        return f"{client} {part}"
+
+    for number, group in enumerate(groups):
+        for row, client in enumerate(tensors[f"clients {number}"].tolist()):
+            meta["clients"][str(client)] = alone(group, client, row)
+    assert meta["clients"]
+    content = save(old)
+    meta["sha256"] = hashlib.sha256(content).hexdigest()
+    (last / "tensors.safetensors").write_bytes(content)
+    (last / "meta.json").write_bytes(checkpoint._sealed(json.dumps(meta).encode()))
+    run(three_clients, tmp_path / "cut", resume=True)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
