@@ -14,7 +14,7 @@ import comfedl as cf
 from comfedl.algorithms.context import Round
 from comfedl.core import client_vector
 from comfedl.core.reply_validation import QUARANTINE, Screen
-from comfedl.data.client_names import Numbered
+from comfedl.data.client_names import NumberedNames
 from comfedl.utils import rng
 
 
@@ -22,11 +22,11 @@ class Somewhere:
     """As much of an engine as drawing needs."""
 
     def __init__(self, clients: int) -> None:
-        self.names, self.sizes = Numbered(clients), np.arange(clients) + 1
+        self.names, self.sizes = NumberedNames(clients), np.arange(clients) + 1
 
 
 def here(clients: int, participants: int, barred: set[int], number: int = 1) -> Round:
-    screen = Screen({"params": {}, "buffers": {}}, Numbered(clients), quorum=0.0)
+    screen = Screen({"params": {}, "buffers": {}}, NumberedNames(clients), quorum=0.0)
     screen.offences = dict.fromkeys(barred, QUARANTINE) | {
         i: 1 for i in range(clients) if i % 3 == 0 and i not in barred
     }
@@ -91,14 +91,14 @@ METHODS = [cf.FedAvg(), cf.ComFedL(outer=cf.KL(0.3)), cf.Ditto(), cf.QFedAvg(), 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_nobody_walks_over_all_clients(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run on 200,000 clients makes the names of those that take part or are evaluated, and no others."""
-    clients, made, name = 200_000, set[int](), Numbered.__getitem__
+    clients, made, name = 200_000, set[int](), NumberedNames.__getitem__
 
-    def watched(self: Numbered, place: Any) -> Any:
+    def watched(self: NumberedNames, place: Any) -> Any:
         made.add(place)
         return name(self, place)
 
     x = torch.randn(clients, 2, generator=torch.Generator().manual_seed(0))
     fed = cf.FederatedData.from_flat((x, (x[:, 0] > 0).long(), np.arange(clients + 1)))
-    monkeypatch.setattr(Numbered, "__getitem__", watched)
+    monkeypatch.setattr(NumberedNames, "__getitem__", watched)
     result = cf.fit(torch.nn.Linear(2, 2), fed, method, rounds=2, clients_per_round=5, eval_clients=4)
     assert len(result.clients) == 8 and 0 < len(made) <= 2 * 2 * 5 + 4

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import comfedl as cf
 from comfedl.algorithms.base import Algorithm
-from comfedl.core.objectives import Model
+from comfedl.core.learner import Model
 from helpers.reference import (
     NAMES,
     SIZES,

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
 import comfedl as cf
-from comfedl.core.objectives import CHUNK, Adapted, Batch, Learner, LocalLoss, Model, Objective, Own, Params, gradient
+from comfedl.core.learner import CHUNK, Batch, Learner, Model, Params
+from comfedl.core.objectives import Adapted, LocalLoss, Objective, Own, gradient
 
 F64 = torch.float64
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import comfedl as cf
 from comfedl.config.schema import parse_config, read_config, run_config
-from comfedl.core.objectives import Learner
+from comfedl.core.learner import Learner
 from comfedl.core.protocol import Batches, Diverged, Outcome
 from comfedl.core.reply_validation import QuorumError
 from comfedl.engines.distributed import shares
@@ -493,18 +493,18 @@ def test_which_call_of_torchrun_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", starts)
         monkeypatch.setattr(os, "getppid", lambda: parent)
-        return started.goes_on(tmp_path)
+        return started.is_restart(tmp_path)
 
     assert not goes_on("one", "1", 1)  # nothing has begun here
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    started.mark(tmp_path)
+    started.record_launch(tmp_path)
     assert goes_on("one", "1", 1)
     assert goes_on("one", "1", os.getpid())  # on another host, which has counted
     assert goes_on("one", "0", 1)  # a rank has died on another host: torchrun has not counted it here
     assert not goes_on("one", "0", os.getpid())  # another call that was given the same name
     assert not goes_on("two", "1", 1)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert not started.goes_on(tmp_path)
+    assert not started.is_restart(tmp_path)
 
 
 def test_a_signal_to_torchrun_ends_the_round_and_keeps_it(here: Path) -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import comfedl as cf
 from comfedl.algorithms.base import Algorithm
-from comfedl.core.objectives import Learner
+from comfedl.core.learner import Learner
 from comfedl.core.protocol import Draw, Outcome, Step
 from comfedl.engines.client_states import States
 from comfedl.engines.embedded import Embedded, LocalReplies

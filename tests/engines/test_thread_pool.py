@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 import comfedl as cf
-from comfedl.core.objectives import Learner
-from comfedl.engines import thread_pool as crews
+from comfedl.core.learner import Learner
+from comfedl.engines import thread_pool as module
 from comfedl.engines.embedded import Embedded
-from comfedl.engines.thread_pool import TRIAL, Crew
+from comfedl.engines.thread_pool import TRIAL, ThreadPool
 
 
 def test_every_chunk_once_and_in_order() -> None:
-    crew = Crew(3)
+    pool = ThreadPool(3)
     for _ in range(2 * len(TRIAL)):
-        assert crew.run("s", lambda worker, chunk: chunk * 10, list(range(20))) == [10 * k for k in range(20)]
+        assert pool.run("s", lambda worker, chunk: chunk * 10, list(range(20))) == [10 * k for k in range(20)]
 
 
 def test_no_two_jobs_have_one_worker_at_a_time() -> None:
@@ -37,10 +37,10 @@ def test_no_two_jobs_have_one_worker_at_a_time() -> None:
             busy.remove(worker)
         return worker
 
-    crew = Crew(4)
+    pool = ThreadPool(4)
     seen = set()
     for _ in TRIAL:
-        seen |= set(crew.run("s", job, range(30)))
+        seen |= set(pool.run("s", job, range(30)))
     assert seen == {0, 1, 2, 3}
 
 
@@ -51,29 +51,29 @@ def test_the_faster_way_is_kept(
     # A clock on which a call takes 0.01 s, or 0.02 s where it is run the worse way; the first of each kind is slow.
     spent = [0.08 if turn < 2 else 0.01 if threads == threads_help else 0.02 for turn, threads in enumerate(TRIAL)]
     moments = iter([moment for seconds in spent for moment in (0.0, seconds)] + [0.0] * 9)
-    monkeypatch.setattr(crews.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(moments))
 
     def job(worker: int, chunk: int) -> bool:
         return threading.current_thread() is not threading.main_thread()
 
-    crew = Crew(2)
+    pool = ThreadPool(2)
     with caplog.at_level(logging.INFO, "comfedl"):
         for threads in TRIAL:
-            assert set(crew.run("s", job, range(6))) == {threads}
-    assert set(crew.run("s", job, range(6))) == {threads_help}
+            assert set(pool.run("s", job, range(6))) == {threads}
+    assert set(pool.run("s", job, range(6))) == {threads_help}
     assert ("2 threads" if threads_help else "one thread") in caplog.text
 
 
 def test_long_chunks_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crews, "LONG", 0.001)
-    crew = Crew(2)
+    monkeypatch.setattr(module, "LONG", 0.001)
+    pool = ThreadPool(2)
 
     def job(worker: int, chunk: int) -> bool:
         time.sleep(0.002)
         return threading.current_thread() is not threading.main_thread()
 
-    assert set(crew.run("s", job, range(2))) == {False}
-    assert set(crew.run("s", job, range(2))) == {True}
+    assert set(pool.run("s", job, range(2))) == {False}
+    assert set(pool.run("s", job, range(2))) == {True}
 
 
 def test_the_first_error_in_the_order_of_chunks_comes_out() -> None:
@@ -82,11 +82,11 @@ def test_the_first_error_in_the_order_of_chunks_comes_out() -> None:
             raise ValueError(f"chunk {chunk}")
         return chunk
 
-    crew = Crew(2)
+    pool = ThreadPool(2)
     for _ in range(len(TRIAL) + 1):
         with pytest.raises(ValueError, match="chunk 2"):
-            crew.run("s", job, range(8))
-        crew.run("s", lambda worker, chunk: chunk, range(4))
+            pool.run("s", job, range(8))
+        pool.run("s", lambda worker, chunk: chunk, range(4))
 
 
 def test_no_job_goes_on_when_one_has_failed() -> None:
@@ -98,10 +98,10 @@ def test_no_job_goes_on_when_one_has_failed() -> None:
         time.sleep(0.05)
         done.append(chunk)
 
-    crew = Crew(2)
-    crew._choice["s"] = True
+    pool = ThreadPool(2)
+    pool._choice["s"] = True
     with pytest.raises(ValueError, match="chunk 0"):
-        crew.run("s", job, range(6))
+        pool.run("s", job, range(6))
     before = list(done)
     time.sleep(0.2)
     assert done == before and len(done) < 5
@@ -148,7 +148,7 @@ METHODS = [
 @pytest.mark.parametrize("model", [images, dense])
 @pytest.mark.parametrize("algorithm", METHODS, ids=lambda method: type(method).__name__)
 def test_threads_change_no_bit(model: Any, algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crews, "TRIAL", (True,) * 6)
+    monkeypatch.setattr(module, "TRIAL", (True,) * 6)
     used: set[str] = set()
     for name in ("_alone", "_together"):
         real = getattr(Embedded, name)
@@ -183,7 +183,7 @@ def test_noise_stays_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             out: torch.Tensor = self.head(x.flatten(1) + 0.1 * torch.randn(64))
             return out
 
-    monkeypatch.setattr(crews, "TRIAL", (True,) * 6)
+    monkeypatch.setattr(module, "TRIAL", (True,) * 6)
     model = Noisy()
     runs = [cf.fit(model, data(), cf.FedAvg(batch_size=4), 2, engine_options={"workers": w}) for w in (1, 3)]
     assert runs[0].clients == runs[1].clients

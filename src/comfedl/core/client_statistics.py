@@ -11,15 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from comfedl.models.metrics import METRICS
+
 Row = dict[str, float | int | str | None]
-
-SMALL = ("loss", "rmse", "mae")
-"""The metrics of which less is better; of all others more is."""
-UNDEFINABLE = ("auc", "r2")
-"""Metrics that some data do not define: AUC with one label only, R2 where all y are equal.
-
-A client without a number has none in the records, and the summaries are over the others.
-"""
 
 
 def base(name: str) -> str:
@@ -29,12 +23,14 @@ def base(name: str) -> str:
 
 def smaller_is_better(metric: str) -> bool:
     """Whether the worst client is the one with the largest number."""
-    return base(metric) in SMALL
+    name = base(metric)
+    return name == "loss" or (name in METRICS and METRICS[name].smaller_is_better)
 
 
 def undefinable(metric: str) -> bool:
-    """Whether there are data that do not define it."""
-    return base(metric) in UNDEFINABLE
+    """Whether some data leave it undefined."""
+    name = base(metric)
+    return name in METRICS and METRICS[name].may_be_undefined
 
 
 def summarise(metric: str, values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:

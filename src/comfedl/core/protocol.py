@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from comfedl.core.objectives import Batch, Learner
+from comfedl.core.learner import Batch, Learner
 from comfedl.utils import tree
 from comfedl.utils.errors import ComfedlError
 from comfedl.utils.tree import Tree

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from comfedl.core.objectives import Model
+from comfedl.core.learner import Model
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Replies
 from comfedl.utils import tree
 from comfedl.utils.errors import ComfedlError

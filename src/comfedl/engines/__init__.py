@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from comfedl.core.objectives import Learner
+from comfedl.core.learner import Learner
 from comfedl.core.protocol import Engine, Step
 from comfedl.data.federated import FederatedData
 from comfedl.engines.distributed import Distributed

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from comfedl.core.objectives import Learner
+from comfedl.core.learner import Learner
 from comfedl.core.protocol import Diverged, Engine, Replies, Step, T
 from comfedl.core.reply_validation import QuorumError
 from comfedl.data.client_names import find
@@ -57,9 +57,9 @@ class Distributed(Engine):
         checks.one_of("backend", backend, BACKENDS)
         checks.positive("timeout_s", timeout_s)
         torchrun.check_started()
-        if torchrun.world() > len(data):
+        if torchrun.world_size() > len(data):
             raise ConfigError(
-                f"There are {torchrun.world()} ranks for {len(data)} clients; start at most as many ranks as there are "
+                f"There are {torchrun.world_size()} ranks for {len(data)} clients; start at most as many ranks as there are "
                 "clients."
             )
         self._clients = Embedded(data, learner, steps, seed, state, vectorize, memory_mb, workers)

@@ -12,17 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comfedl.core.objectives import Learner
+from comfedl.core.learner import Learner
 from comfedl.core.protocol import Diverged, Engine, Outcome, Replies, Step, check_finite
 from comfedl.data.federated import FederatedData
 from comfedl.engines.client_states import States
-from comfedl.engines.kernels.allocator import keep
-from comfedl.engines.kernels.channels_last import ChannelsLast, laid_out, plain
-from comfedl.engines.kernels.stacked import Stacked
+from comfedl.engines.kernels import accelerate
 from comfedl.engines.replies import LocalReplies, Part, StackedReplies, certain, defined, repeated, stacked, unstacked
 from comfedl.engines.sampling import Drawn, Given, Sizes, alike, portions
-from comfedl.engines.strategy import choose
-from comfedl.engines.thread_pool import Crew
+from comfedl.engines.stacked import Stacked
+from comfedl.engines.thread_pool import ThreadPool
 from comfedl.utils import checks, rng, tree
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.tree import Tree
@@ -50,6 +48,8 @@ class Embedded(Engine):
         memory_mb: how much memory the clients that run at once may take, roughly.
         workers: how many threads at most share the clients out; "auto" is as many as torch would use. The numbers are
             the same.
+        keep_memory: have the C library keep up to ``memory_mb`` of freed memory for the next round, in large pages if
+            the system has them. This is a setting of the whole process (mallopt, madvise); False leaves it alone.
     """
 
     def __init__(
@@ -62,16 +62,18 @@ class Embedded(Engine):
         vectorize: str = "auto",
         memory_mb: float = 512,
         workers: int | str = "auto",
+        keep_memory: bool = True,
     ) -> None:
         checks.positive("memory_mb", memory_mb)
         if workers != "auto":
             checks.at_least("workers", workers, 1)
-        keep(int(memory_mb * 1e6))
         self.names, self.sizes = data.names, data.train.sizes
         self._data, self._steps, self._seed, self._memory = data, steps, seed, memory_mb * 1e6
-        self._one, self._many, why, self._quiet = choose(vectorize, learner, data, steps)
-        logger.info("Clients run %s.", why)
-        self._crew = Crew(torch.get_num_threads() if workers == "auto" else int(workers)) if self._quiet else Crew(1)
+        keep_bytes = int(memory_mb * 1e6) if keep_memory else 0
+        self._one, self._many, reason, self._thread_safe = accelerate(learner, data, steps, vectorize, keep_bytes)
+        logger.info("Clients run %s.", reason)
+        threads = torch.get_num_threads() if workers == "auto" else int(workers)
+        self._threads = ThreadPool(threads if self._thread_safe else 1)
         self._learners = {0: (self._one, self._many)}  # by the thread that uses them: a module is not for two at a time
         self._initial = state
         self._states = States()
@@ -112,7 +114,7 @@ class Embedded(Engine):
             if len(asked) <= KEPT:
                 self._given[step] = given
         drawn = Drawn(given, step, self._seed, round)
-        received = laid_out(message) if isinstance(self._one, ChannelsLast) else message
+        received = self._one.to_layout(message)
         chunks = list(self._chunks(named, given))
         if len(chunks) > 1:
             self._equip()
@@ -132,8 +134,8 @@ class Embedded(Engine):
 
         parts: list[Part] = []
         failed: dict[int, Diverged] = {}  # by the client's place among those that were asked
-        with _threads_for(self._bytes, self._crew.workers > 1 and len(chunks) > 1):
-            outcomes = self._crew.run(step, outcome_of, chunks)
+        with _threads_for(self._bytes, self._threads.workers > 1 and len(chunks) > 1):
+            outcomes = self._threads.run(step, outcome_of, chunks)
         for ks, outcome in zip(chunks, outcomes, strict=True):
             who: list[int] = drawn.clients[ks].tolist()
             failed |= self._failed(round, ks.tolist(), who, outcome._replace(reply=certain(outcome.reply)))
@@ -152,7 +154,7 @@ class Embedded(Engine):
     def _equip(self) -> None:
         """Learners for every thread, made while none is in use: inside vmap a module cannot be copied."""
         one, many = self._learners[0]
-        for worker in range(len(self._learners), self._crew.workers):
+        for worker in range(len(self._learners), self._threads.workers):
             self._learners[worker] = one.copy(), None if many is None else many.copy()
 
     def _noise(self, purpose: str, round: int, client: int) -> int:
@@ -181,11 +183,10 @@ class Embedded(Engine):
     ) -> Outcome:
         """One client's step."""
         client = int(drawn.clients[k])
-        images = isinstance(learner, ChannelsLast)
         state = self._state(client)
         state = None if state is None else tree.map(torch.clone, state)  # it may be a view of what is kept
-        state = laid_out(state) if images else state
-        if self._quiet:
+        state = learner.to_layout(state)
+        if self._thread_safe:
             outcome = named.run(learner, message, state, drawn.of_one(k))
         else:
             # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
@@ -194,9 +195,8 @@ class Embedded(Engine):
                 seed = noise(client)
                 torch.manual_seed(seed) if self._devices() else torch.default_generator.manual_seed(seed)
                 outcome = named.run(learner, message, state, drawn.of_one(k))
-        if not images:
-            return outcome
-        return outcome._replace(reply=plain(outcome.reply), state=plain(outcome.state), scratch=plain(outcome.scratch))
+        reply, state, scratch = map(learner.from_layout, (outcome.reply, outcome.state, outcome.scratch))
+        return outcome._replace(reply=reply, state=state, scratch=scratch)
 
     def _together(
         self,

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from comfedl.core.objectives import Batch
+from comfedl.core.learner import Batch
 from comfedl.core.protocol import Draw
 from comfedl.data.federated import FederatedData, Split
-from comfedl.engines.kernels.stacked import Ragged
+from comfedl.engines.stacked import Ragged
 from comfedl.utils import rng
 
 Sizes = NDArray[np.int64]
@@ -62,7 +62,7 @@ class Gathered(Sequence[Batch]):
 
     def __init__(self, split: Split, places: Sizes) -> None:
         self._split, self._shape = split, places.shape[1:]
-        rows = split.rows_of(places)
+        rows = split.rows_at(places)
         self._rows = rows.view(len(places), math.prod(self._shape)).unbind()
         # Labels are small: those of all steps are gathered at once.
         self._labels = split.y.index_select(0, rows).view(places.shape).unbind() if split.y.ndim == 1 else None
@@ -120,7 +120,7 @@ class Drawers:
         self._sizes, self._count, self._size = split.sizes[who], draw.count, draw.size
         self._offsets = split.offsets[who][:, None, None]
         batches = max(1, len(who) * draw.count)
-        self._rounds = max(1, min(ROUNDS, rng.FEW // batches, NUMBERS // (batches * draw.size)))
+        self._rounds = max(1, min(ROUNDS, rng.MAX_TABLE_BATCHES // batches, NUMBERS // (batches * draw.size)))
         self._subsets: dict[int, rng.Subsets] = {}  # by how many rounds they are for
         self._ahead: dict[int, Sizes] = {}
         self._last = -1
@@ -196,7 +196,7 @@ class Drawn:
         if split is None or extent == NOTHING:
             return ()
         if extent != DRAWN:
-            return [split.whole(int(self.clients[k]))] * given.draws[name].count
+            return [split.samples_of(int(self.clients[k]))] * given.draws[name].count
         return Gathered(split, self._places[name][given.drawers[name].place[k]])
 
     def _many(self, name: str, ks: Sizes) -> Sequence[Batch]:
@@ -206,7 +206,7 @@ class Drawn:
             return ()
         if sizes[0] == DRAWN:
             return Gathered(split, self._places[name][given.drawers[name].place[ks]].transpose(1, 0, 2))
-        x, y = split.wholes(self.clients[ks])
+        x, y = split.samples_of_all(self.clients[ks])
         if (sizes == sizes[0]).all():
             whole = x.view(len(ks), -1, *x.shape[1:]), y.view(len(ks), -1, *y.shape[1:])
         else:

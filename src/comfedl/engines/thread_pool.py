@@ -26,7 +26,7 @@ LONG = 0.02
 TRIAL = (False, True, False, True, False, True)
 
 
-class Crew:
+class ThreadPool:
     """``workers`` threads, numbered from 0; one call of ``run`` at a time."""
 
     def __init__(self, workers: int) -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only 
 
 PAGES = """
 import resource, torch
-from comfedl.engines.kernels.allocator import keep
+from comfedl.engines.kernels.allocator import keep_freed_memory as keep
 asked = keep(2**28)
 def round(): return [torch.ones(2**18) for _ in range(32)]  # 32 MB in pieces of 1 MB
 for _ in range(3): round()
@@ -26,7 +26,7 @@ LARGE = """
 import ctypes, resource, sys
 from pathlib import Path
 import torch
-from comfedl.engines.kernels.allocator import keep
+from comfedl.engines.kernels.allocator import keep_freed_memory as keep
 def resident(): return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 def large():
     inside, found = False, 0
@@ -50,7 +50,7 @@ print(large(), resident() - before)
 ADVISED = """
 import ctypes, sys
 from pathlib import Path
-from comfedl.engines.kernels.allocator import keep
+from comfedl.engines.kernels.allocator import keep_freed_memory as keep
 def heap():
     found = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -71,7 +71,7 @@ print(sum(min(stop, end) - start for start, stop, advised in heap() if advised a
 FORKED = """
 import os
 from pathlib import Path
-from comfedl.engines.kernels.allocator import keep
+from comfedl.engines.kernels.allocator import keep_freed_memory as keep
 def own():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private"))
@@ -144,4 +144,4 @@ def test_a_system_that_tells_nothing_is_no_error() -> None:
     """As in a sandbox without /sys, or without /proc."""
     gone = "from comfedl.engines.kernels import allocator as memory; was = memory.Path; "
     for what in ("memory.LARGE_PAGES = was('/nowhere')", "memory.Path = lambda name: was('/nowhere' + name)"):
-        assert run(f"{gone}{what}; print(memory.keep(2**28))", False) == ["True"]
+        assert run(f"{gone}{what}; print(memory.keep_freed_memory(2**28))", False) == ["True"]

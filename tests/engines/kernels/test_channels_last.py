@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from comfedl.engines.kernels.channels_last import laid_out, plain, pooled_first
+from comfedl.core.learner import Learner
+from comfedl.engines.kernels.channels_last import ChannelsLast, pool_before_relu
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -16,7 +17,7 @@ def test_relu_behind_max_pooling_is_the_same_to_the_bit(size: int) -> None:
     plain = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.Sequential(nn.ReLU(), nn.MaxPool2d(size, stride=2)), nn.ReLU()
     )
-    moved = pooled_first(copy.deepcopy(plain))
+    moved = pool_before_relu(copy.deepcopy(plain))
     assert [type(layer) for layer in moved[1]] == [nn.MaxPool2d, nn.ReLU]
     x = torch.randn(6, 2, 9, 9, generator=torch.Generator().manual_seed(0))
     x[:2] = x[:2].round()  # with ties
@@ -34,7 +35,7 @@ def test_relu_behind_max_pooling_is_the_same_to_the_bit(size: int) -> None:
 def test_what_is_watched_stays_where_it_is() -> None:
     module = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2))
     module[0].register_forward_hook(lambda *_: None)
-    assert [type(layer) for layer in pooled_first(module)] == [nn.ReLU, nn.MaxPool2d]
+    assert [type(layer) for layer in pool_before_relu(module)] == [nn.ReLU, nn.MaxPool2d]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -42,9 +43,10 @@ def test_what_is_watched_stays_where_it_is() -> None:
 def test_images_are_laid_out_as_torch_tells_it(channels: int, samples: int) -> None:
     """By the strides: a lone channel lies either way, and torch would take its slower kernels for the usual ones."""
     x = torch.randn(2 + samples, channels, 5, 4)[2:]
-    laid = laid_out({"x": x, "y": torch.arange(3)})
+    learner = ChannelsLast(Learner(nn.Conv2d(channels, 1, 3)))
+    laid = learner.to_layout({"x": x, "y": torch.arange(3)})
     assert laid["x"].stride() == (20 * channels, 1, 4 * channels, channels)
     assert torch.equal(laid["x"], x)
     if channels == 1:
         assert laid["x"].data_ptr() == x.data_ptr()
-    assert torch.equal(plain(laid)["x"], x)
+    assert torch.equal(learner.from_layout(laid)["x"], x)

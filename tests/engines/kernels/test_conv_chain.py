@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,15 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import comfedl as cf
-from comfedl.core.objectives import Adapt, Adapted, Batch, Learner, LocalLoss, Model, Params, gradient, pull
-from comfedl.engines.kernels import conv_chain, first_conv, layouts, small_products, winograd
-from comfedl.engines.kernels.channels_last import ChannelsLast, laid_out
+from comfedl.core.learner import Batch, Learner, Model, Params, pull
+from comfedl.core.objectives import Adapt, Adapted, LocalLoss, gradient
+from comfedl.engines.kernels import conv_chain, layouts
+from comfedl.engines.kernels.channels_last import ChannelsLast
 from comfedl.engines.kernels.conv_chain import Chain
 from comfedl.engines.kernels.dense import Dense
-from comfedl.engines.kernels.first_conv import Entry
-from comfedl.engines.kernels.layers import Convolution, Layer, Norm
-from comfedl.engines.kernels.layouts import Form
-from comfedl.engines.kernels.winograd import Tiles
 from comfedl.engines.replies import stacked
 from comfedl.models.functional import Stateless
 from comfedl.utils import tree
@@ -191,9 +184,8 @@ def test_random_chains(made: Any, seed: int, samples: int, negative: bool, data:
     module, shape = made
     module = scattered(module, seed, negative)
     freeze(module, data)
-    with everywhere() if data.draw(st.booleans()) else nullcontext():
-        # A lone sample of one place has no spread to be divided by: no number is right to 1e-10 there.
-        agrees(module, batch(shape, max(samples, 2) if _normed(module) else samples, seed))
+    # A lone sample of one place has no spread to be divided by: no number is right to 1e-10 there.
+    agrees(module, batch(shape, max(samples, 2) if _normed(module) else samples, seed))
 
 
 def freeze(module: nn.Module, data: st.DataObject) -> None:
@@ -206,156 +198,6 @@ def freeze(module: nn.Module, data: st.DataObject) -> None:
 
 def _normed(module: nn.Module) -> bool:
     return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
-
-
-# The ways that are taken where they are faster, wherever they can be taken.
-
-
-@contextmanager
-def everywhere() -> Iterator[None]:
-    with (
-        mock.patch.object(winograd, "WORTH", math.inf),
-        mock.patch.object(winograd, "MANY", 0),
-        mock.patch.object(conv_chain, "entered", lambda layer, twice: layer.groups == 1),
-    ):
-        yield
-
-
-def taken(module: nn.Module, x: Tensor, twice: bool = True) -> list[type[Layer]]:
-    """The kinds of layers of a pass."""
-    return [type(layer) for layer in passed(module, x, twice)]
-
-
-def passed(module: nn.Module, x: Tensor, twice: bool = True) -> list[Layer]:
-    """The layers of a pass, after it."""
-    chain, model = ChannelsLast(Learner(copy.deepcopy(module), functional.cross_entropy))._chain, state(module)
-    assert chain is not None
-    labels = torch.zeros(len(x), dtype=torch.long)
-    with torch.no_grad():
-        makes = chain._twice if twice else chain._once
-        return conv_chain._forward(makes, model["params"], model["buffers"], (x, labels))[1]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data(), st.integers(0, 100), st.integers(1, 4))
-def test_convolutions_by_tiles(data: st.DataObject, seed: int, samples: int) -> None:
-    """Any size, padding and channels, with and without a normalisation behind, as the lowest layer and above it."""
-    size = [data.draw(st.integers(3, 11)) for _ in range(2)]
-    channels = [data.draw(st.integers(1, 4)) for _ in range(3)]
-    layers: list[nn.Module] = []
-    for ins, outs in pairwise(channels):
-        padding = [data.draw(st.integers(max(0, (4 - n) // 2), 3)) for n in size]
-        size = [n + 2 * p - 2 for n, p in zip(size, padding, strict=True)]
-        layers += [nn.Conv2d(ins, outs, 3, padding=tuple(padding), bias=data.draw(st.booleans())), nn.Tanh()]
-    head = [nn.Flatten(), nn.Linear(channels[-1] * size[0] * size[1], CLASSES)]
-    if data.draw(st.booleans()):
-        layers.insert(3, nn.BatchNorm2d(channels[-1]))
-    module = scattered(nn.Sequential(*layers, *head), seed)
-    freeze(module, data)
-    x, y = batch((channels[0], *_before(layers, size)), max(samples, 2), seed)
-    with everywhere():
-        assert set(taken(module, x)) & {Tiles, Convolution} <= {Tiles}
-        agrees(module, (x, y))
-
-
-def _before(layers: list[nn.Module], size: list[int]) -> list[int]:
-    """The size of the images that these layers make of this size."""
-    for layer in reversed(layers):
-        if isinstance(layer, nn.Conv2d):
-            size = [n - 2 * int(p) + 2 for n, p in zip(size, layer.padding, strict=True)]
-    return size
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(0, 100), st.integers(2, 5), st.booleans())
-def test_the_first_layers_as_one(data: st.DataObject, seed: int, samples: int, negative: bool) -> None:
-    """Any kernel, stride, dilation, padding and pooling, with and without scales and running statistics."""
-    draw, shape = data.draw, (data.draw(st.integers(1, 3)), data.draw(st.integers(5, 9)), data.draw(st.integers(5, 9)))
-    pairs = st.tuples(st.integers(1, 2), st.integers(1, 2))
-    convolution = nn.Conv2d(
-        shape[0],
-        draw(st.integers(1, 4)),
-        draw(st.tuples(st.integers(1, 3), st.integers(1, 3))),
-        stride=draw(pairs),
-        dilation=draw(pairs),
-        padding=draw(st.tuples(st.integers(0, 2), st.integers(0, 2))),
-        bias=draw(st.booleans()),
-    )
-    momentum = draw(st.sampled_from([0.1, 0.4, None]))
-    norm = nn.BatchNorm2d(convolution.out_channels, 1e-3, momentum, draw(st.booleans()), draw(st.booleans()))
-    pool = draw(st.sampled_from([nn.MaxPool2d(2, ceil_mode=True), nn.MaxPool2d(2, 1, padding=1), nn.MaxPool2d(1, 2)]))
-    below = nn.Sequential(convolution, norm, pool, nn.Tanh(), nn.Flatten())
-    width = below(torch.zeros(2, *shape)).shape[1]
-    module = scattered(nn.Sequential(below, nn.Linear(width, CLASSES)), seed, negative)
-    freeze(module, data)
-    x, y = batch(shape, samples, seed)
-    with everywhere():
-        trained = any(part.requires_grad for part in module[0].parameters())
-        assert all((Entry in taken(module, x, twice)) == trained for twice in (False, True))
-        agrees(module, (x, y))
-
-
-@pytest.mark.parametrize(("kernel", "size"), [((3, 1), (6, 5)), ((1, 3), (1, 9))])
-def test_the_first_layers_as_one_where_patches_share_numbers(kernel: tuple[int, int], size: tuple[int, int]) -> None:
-    """As with a kernel of one column or of one row."""
-    first = nn.Conv2d(1, 2, kernel, padding=(kernel[0] // 2, 0), bias=False)
-    module = nn.Sequential(first, nn.BatchNorm2d(2), nn.MaxPool2d((1, 2)), nn.Flatten(), nn.LazyLinear(CLASSES))
-    data = batch((1, *size))
-    module(data[0].float())
-    with everywhere():
-        assert taken(module.double(), data[0])[0] is Entry
-        agrees(scattered(module, 1), data)
-
-
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize(
-    ("channels", "filters", "once", "twice"), [(1, 9, True, True), (2, 18, False, True), (1, 8, False, False)]
-)
-def test_where_the_first_layers_are_one(
-    channels: int, filters: int, once: bool, twice: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Large patches only where products of matrices are fast."""
-    monkeypatch.setattr(first_conv, "fast_products", lambda: fast)
-    module, x = cf.models.cnn4((channels, 9, 8), CLASSES, filters=filters), torch.zeros(2, channels, 9, 8)
-    for expected, again in ((once, False), (twice and (fast or channels == 1), True)):
-        assert taken(module, x, again)[0] is (Entry if expected else Convolution)
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.4, 1e-9])
-def test_the_first_layers_as_one_with_scales_of_any_sign(scale: float) -> None:
-    module = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(36, CLASSES)
-    )
-    module = scattered(module, 2)
-    module[1].weight.data[2] = scale
-    with everywhere():
-        assert taken(module, batch((2, 9, 8))[0])[0] is Entry
-        agrees(module, batch((2, 9, 8)))
-
-
-def test_features_behind_images_of_one_channel() -> None:
-    """Flattened, these are a view whose samples are next to one another in memory."""
-    first = nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.MaxPool2d(2), nn.Tanh())
-    module = scattered(nn.Sequential(first, nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, CLASSES)), 1)
-    with everywhere():
-        assert taken(module, batch((1, 6, 8))[0])[0] is Entry
-        agrees(module, batch((1, 6, 8)))
-
-
-@pytest.mark.parametrize("stripes", [0.0, 300.0])
-def test_images_far_from_zero_cost_the_first_layers_no_digits(stripes: float) -> None:
-    """Bright images of little contrast: sums that are centred afterwards would keep none of single precision's.
-
-    With stripes as far apart as the kernel's steps, each of its weights has a level of its own.
-    """
-    first = nn.Conv2d(2, 18, 3, stride=(3, 1))
-    module = nn.Sequential(first, nn.BatchNorm2d(18), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(36, CLASSES))
-    module = scattered(module, 1)
-    x, y = batch((2, 9, 6), samples=16)
-    x = (x + 300.0 + stripes * torch.arange(9).remainder(3).view(-1, 1)).float().double()
-    with everywhere():
-        assert all(taken(module, x, twice)[0] is Entry for twice in (False, True))
-        nearly(module, (x, y), 1e-3)
 
 
 def nearly(module: nn.Module, data: Batch, share: float) -> None:
@@ -376,44 +218,6 @@ def close(found: Params, expected: Params, share: float) -> None:
     size = max(float(part.abs().max()) for part in expected.values())
     for name, part in expected.items():
         assert float((found[name].double() - part).abs().max()) < share * size, name
-
-
-def convolved(side: int, channels: int, **options: Any) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(channels, channels, **{"kernel_size": 3, "padding": 1, **options}), nn.Flatten(), nn.LazyLinear(3)
-    )
-
-
-@pytest.mark.parametrize(
-    ("side", "channels", "once", "twice"),
-    [
-        (8, 64, True, True),
-        (16, 32, False, True),
-        (32, 16, False, False),
-        (12, 8, False, False),
-        (6, 8, False, False),
-        (32, 64, False, True),
-        (3, 64, True, True),
-        (2, 64, False, False),
-    ],
-)
-def test_where_tiles_are_taken(side: int, channels: int, once: bool, twice: bool) -> None:
-    module, x = convolved(side, channels), torch.zeros(2, channels, side, side)
-    module(x)
-    for expected, again in ((once, False), (twice, True)):
-        assert taken(module, x, again)[0] is (Tiles if expected else Convolution)
-
-
-@pytest.mark.parametrize(("size", "side"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 3), (7, 4), (14, 4), (16, 4)])
-def test_tiles_are_cut_so_that_they_fit(size: int, side: int) -> None:
-    assert winograd.cut(size) == side
-
-
-@pytest.mark.parametrize("other", [{"stride": 2}, {"dilation": 2}, {"groups": 2}, {"kernel_size": 1}])
-def test_other_convolutions_are_torchs_own(other: dict[str, int]) -> None:
-    module, x = convolved(8, 32, **other), torch.zeros(2, 32, 8, 8)
-    module(x)
-    assert taken(module, x)[0] is Convolution
 
 
 # Named cases.
@@ -439,42 +243,6 @@ def test_what_lies_otherwise_in_memory(pool: nn.Module, dilation: int) -> None:
     agrees(scattered(module, 4), batch((2, 8, 8)))
 
 
-@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2), nn.Identity()])
-@pytest.mark.parametrize("samples", [1, 4])
-def test_tiles_and_torchs_convolutions_in_turns(pool: nn.Module, samples: int) -> None:
-    """They hand each other images that lie otherwise in memory."""
-    blocks = [
-        nn.Sequential(nn.Conv2d(k, 3, kernel, padding="same"), nn.Tanh(), nn.BatchNorm2d(3))
-        for k, kernel in ((2, 3), (3, 5), (3, 3), (3, 1), (3, 3))
-    ]
-    module = nn.Sequential(*blocks, pool, nn.Flatten(), nn.LazyLinear(CLASSES))
-    x, y = batch((2, 8, 7), samples)
-    module(x.float())
-    module = scattered(module, 4)
-    with everywhere():
-        assert {Tiles, Convolution} <= set(taken(module, x))
-        agrees(module, (x, y))
-
-
-def test_images_stay_in_the_order_of_tiles() -> None:
-    """Between two layers by tiles nothing is copied into another order, and it is torch's between its own."""
-    blocks = [
-        nn.Sequential(nn.Conv2d(k, 3, kernel, padding="same"), nn.BatchNorm2d(3), nn.MaxPool2d(2), nn.Tanh())
-        for k, kernel in ((2, 3), (3, 3), (3, 5))
-    ]
-    module = scattered(nn.Sequential(*blocks, nn.Flatten(), nn.Linear(12, CLASSES)), 4)
-    x = laid_out(batch((2, 16, 16))[0])
-    with everywhere():
-        layers = passed(module, x)
-    norms = [(type(layer), layer.form.within) for layer in layers if isinstance(layer, Norm)]
-    assert norms == [(Entry, True), (Norm, True), (Norm, False)]
-    back = next(layer for layer in layers if isinstance(layer, Tiles)).backward(
-        torch.zeros(len(x), 3, 8, 8).double(), {}
-    )
-    assert back is not None
-    assert Form.of(back).within
-
-
 def test_single_precision_of_images_of_one_pixel() -> None:
     """They lie in either order, and torch has other kernels for single precision."""
     module = nn.Sequential(
@@ -496,16 +264,14 @@ def test_images_of_one_pixel_that_are_pooled(between: list[nn.Module]) -> None:
 
 def test_another_default_device_changes_nothing() -> None:
     module, data = small(), batch((2, 9, 8), samples=11)
-    model, one = laid_out(state(module)), torch.ones((), dtype=F64)
+    learner, one = ChannelsLast(Learner(module, functional.cross_entropy)), torch.ones((), dtype=F64)
+    model = learner.to_layout(state(module))
     v = direction(model["params"])
-    with everywhere():
-        learner = ChannelsLast(Learner(module, functional.cross_entropy))
-        for cache in (winograd.ways, layouts._firsts, layouts.form):
-            cache.cache_clear()
-        with torch.device("meta"):
-            learner.pull_loss(model["params"], model["buffers"], laid_out(data))[1](one)
-            learner.pull_curved(model["params"], model["buffers"], laid_out(data))[1](v)
-        agrees(module, data)
+    layouts._plane_starts.cache_clear()
+    with torch.device("meta"):
+        learner.pull_loss(model["params"], model["buffers"], learner.to_layout(data))[1](one)
+        learner.pull_curved(model["params"], model["buffers"], learner.to_layout(data))[1](v)
+    agrees(module, data)
 
 
 def test_a_lone_sample_counts_twice() -> None:
@@ -548,19 +314,10 @@ def test_one_layer_for_several_places() -> None:
     agrees(scattered(module, 5), batch((2, 6, 6)))
 
 
-@pytest.mark.parametrize("numpy", [False, True])
 @pytest.mark.parametrize(("filters", "side"), [(2, 16), (32, 16), (32, 12)])
-def test_single_precision_is_as_near_as_autograd(
-    filters: int, side: int, numpy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the plain layers, and with the first ones as one and the others by tiles of four, and of three."""
-    monkeypatch.setattr(first_conv, "fast_products", lambda: True)
-    monkeypatch.setattr(small_products, "small_by_numpy", lambda: numpy)
+def test_single_precision_is_as_near_as_autograd(filters: int, side: int) -> None:
     module = scattered(cf.models.cnn4((2, side, side), CLASSES, filters=filters), 0)
-    data = batch((2, side, side), samples=16)
-    kinds = taken(module, data[0])
-    assert (Entry in kinds, Tiles in kinds) == (filters == 32, filters == 32)
-    nearly(module, data, 2e-5)
+    nearly(module, batch((2, side, side), samples=16), 2e-5)
 
 
 def hooked() -> nn.Module:
@@ -647,7 +404,7 @@ def test_another_loss_or_chances_for_labels_are_left_to_autograd() -> None:
 @pytest.mark.parametrize("own", [False, True])
 def test_exact_meta_learning_is_double_backward(steps: int, own: bool) -> None:
     module = small("running")
-    model, batches = laid_out(state(module)), [batch((2, 9, 8), seed=seed) for seed in range(3)]
+    model, batches = tree.map(layouts.channels_last, state(module)), [batch((2, 9, 8), seed=seed) for seed in range(3)]
     adapt = Adapt(0.3, steps, "exact", hessian_batch="own" if own else "same")
     curved_on = batches[2] if own else None
     found = gradient(

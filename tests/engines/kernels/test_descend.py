@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import comfedl as cf
 from comfedl.algorithms.base import descend
-from comfedl.core.objectives import Learner, LocalLoss, Model
+from comfedl.core.learner import Learner, Model
+from comfedl.core.objectives import LocalLoss
 from comfedl.data.split import Split
 from comfedl.engines.kernels.dense import Dense
-from comfedl.engines.kernels.stacked import Ragged
 from comfedl.engines.sampling import Gathered, Room
+from comfedl.engines.stacked import Ragged
 from comfedl.models.losses import LOSSES
 
 CLIENTS, FEATURES, CLASSES = 4, 6, 3

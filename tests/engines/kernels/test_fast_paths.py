@@ -15,7 +15,6 @@ from torch.nn import functional
 import comfedl as cf
 from comfedl.algorithms import ALGORITHMS
 from comfedl.algorithms.base import Algorithm
-from comfedl.engines import strategy
 from comfedl.engines.embedded import Embedded
 
 F64 = torch.float64
@@ -194,7 +193,7 @@ def test_channels_last_is_channels_first(module: Any, algorithm: Algorithm, monk
     fed = data(sizes={name: 8 + n for name, n in SIZES.items()})  # for the same reason as in ``of_the_batch``
     fast = run(module, algorithm, "auto", fed)
     assert all(part.is_contiguous() for part in fast.params.values())
-    monkeypatch.setattr(strategy.channels_last, "convolves", lambda module: False)
+    monkeypatch.setattr("comfedl.engines.kernels.choice.convolves", lambda module: False)
     close(fast, run(module, algorithm, "auto", fed))
 
 

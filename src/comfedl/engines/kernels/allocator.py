@@ -39,7 +39,7 @@ CHOSEN = (
 _most, _most_large = 0, 0
 
 
-def keep(size: int) -> bool:
+def keep_freed_memory(size: int) -> bool:
     """Have this process keep up to ``size`` bytes that it has freed; gives whether that could be asked for.
 
     Of several sizes the largest counts.

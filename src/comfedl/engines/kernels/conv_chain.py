@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from comfedl.core.objectives import Batch, Params, Pullback
+from comfedl.core.learner import Batch, Params, Pullback
 from comfedl.engines.kernels.dense import chain
-from comfedl.engines.kernels.first_conv import Entry, entered
 from comfedl.engines.kernels.layers import (
     ACTIVATIONS,
     Activation,
@@ -26,32 +25,29 @@ from comfedl.engines.kernels.layers import (
     Linear,
     MaxPool,
     Norm,
-    Parts,
     Pass,
 )
-from comfedl.engines.kernels.layouts import Pool, last, pooled
-from comfedl.engines.kernels.winograd import Tiles, tiled
+from comfedl.engines.kernels.layouts import Pool, channels_last, max_pool
 
-# Makes a layer for one pass, from what comes into it.
-Make = Callable[[Pass, Tensor], Layer]
+# Makes a layer for one pass over one batch.
+Make = Callable[[Pass], Layer]
 
 aten = torch.ops.aten
 
 
 class Chain:
-    """A chain of known layers, made in one way for a gradient alone and in another where its change is asked for."""
+    """A chain of known layers under the cross-entropy."""
 
-    def __init__(self, once: Sequence[Make], twice: Sequence[Make]) -> None:
-        self._once, self._twice = once, twice
+    def __init__(self, makes: Sequence[Make]) -> None:
+        self._makes = makes
 
     @classmethod
     def of(cls, module: nn.Module) -> Chain | None:
-        """The module as a chain of images' layers, then of flat ones; None where it is not one."""
+        """The module as a chain of image layers, then of flat ones; None where it is not one."""
         if not _as_it_stands(module):
             return None
-        layers = [(name, layer) for name, layer in chain(module) if type(layer) is not nn.Identity]
-        once, twice = (_makes(layers, again) for again in (False, True))
-        return None if once is None or twice is None else cls(once, twice)
+        makes = _makes([(name, layer) for name, layer in chain(module) if type(layer) is not nn.Identity])
+        return None if makes is None else cls(makes)
 
     def takes(self, params: Params, batch: Batch) -> bool:
         """Whether the derivative on a batch is written out: of images on the CPU, with labels."""
@@ -61,12 +57,12 @@ class Chain:
 
     def pull(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
         """The mean cross-entropy, its pullback (to be called once), and the buffers afterwards."""
-        value, layers, loss, after = _forward(self._once, params, buffers, batch)
+        value, layers, loss, after = _forward(self._makes, params, buffers, batch)
         return value.clone(), lambda d: _given(params, _pulled_back(layers, loss, d)), _given(after, after)
 
     def curve(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
         """The gradient, the Hessian's product (to be called once) and the buffers afterwards."""
-        _, layers, loss, after = _forward(self._twice, params, buffers, batch)
+        _, layers, loss, after = _forward(self._makes, params, buffers, batch)
         found = _given(params, _slope(layers, loss))
         return found, lambda v: _given(params, _product(layers, loss, v)), _given(after, after)
 
@@ -92,7 +88,7 @@ def _forward(
     x, labels = batch
     layers: list[Layer] = []
     for make in makes:
-        layer = make(within, x)
+        layer = make(within)
         x = layer.forward(x)
         if not layers:
             layer.lowest = layer.trains()
@@ -136,12 +132,12 @@ def _product(layers: list[Layer], loss: CrossEntropy, v: Params) -> Params:
     return found
 
 
-def _makes(layers: Sequence[tuple[str, nn.Module]], twice: bool) -> list[Make] | None:
+def _makes(layers: Sequence[tuple[str, nn.Module]]) -> list[Make] | None:
     """What makes these layers; None where one of them is not known, or none makes images flat."""
     makes: list[Make] = []
     flat = False
     while layers:
-        made = _made(layers, flat, first=not makes, twice=twice)
+        made = _made(layers, flat)
         if made is None:
             return None
         make, taken = made
@@ -151,51 +147,29 @@ def _makes(layers: Sequence[tuple[str, nn.Module]], twice: bool) -> list[Make] |
     return makes if flat else None
 
 
-def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool, first: bool, twice: bool) -> tuple[Make, int] | None:
+def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool) -> tuple[Make, int] | None:
     """What makes the first of these layers, and how many of them that is; None where it is not known."""
     (name, layer), kind = layers[0], type(layers[0][1])
     if kind in ACTIVATIONS:
-        return lambda within, x: Activation(kind), 1
+        return lambda within: Activation(kind), 1
     if kind in ((nn.Linear, nn.BatchNorm1d) if flat else ()):
         if isinstance(layer, nn.Linear):
-            return lambda within, x: Linear(name, layer, within), 1
-        return lambda within, x: Norm(name, layer, within, None), 1
+            return lambda within: Linear(name, layer, within), 1
+        return lambda within: Norm(name, layer, within, None), 1
     if flat:
         return None
     if type(layer) is nn.Conv2d:
-        return _convolution(layers, first, twice)
+        padding = _padding(layer)
+        normed = len(layers) > 1 and type(layers[1][1]) is nn.BatchNorm2d
+        return None if padding is None else (lambda within: Convolution(name, layer, within, padding, normed), 1)
     if kind is nn.BatchNorm2d:
         pool = _pool(layers[1:])
-        return lambda within, x: Norm(name, layer, within, pool), 1 if pool is None else 2
+        return lambda within: Norm(name, layer, within, pool), 1 if pool is None else 2
     if kind is nn.MaxPool2d:
         pool = _pool(layers)
-        return None if pool is None else (lambda within, x: MaxPool(pool), 1)
+        return None if pool is None else (lambda within: MaxPool(pool), 1)
     fixed = _fixed(layer)
-    return None if fixed is None else (lambda within, x: Fixed(*fixed), 1)
-
-
-def _convolution(layers: Sequence[tuple[str, nn.Module]], first: bool, twice: bool) -> tuple[Make, int] | None:
-    """The first of these layers, a convolution; a chain's ``first`` with its normalisation and pooling if it can."""
-    name, layer = layers[0]
-    assert isinstance(layer, nn.Conv2d)
-    padding = _padding(layer)
-    if padding is None:
-        return None
-    centred = len(layers) > 1 and type(layers[1][1]) is nn.BatchNorm2d
-    pool = _pool(layers[2:])
-    if first and centred and pool is not None and entered(layer, twice):
-        behind, norm = layers[1]
-
-        def enter(within: Pass, x: Tensor) -> Layer:
-            return Entry(Parts(name, layer, within), padding, behind, norm, within, pool)
-
-        return enter, 3
-
-    def make(within: Pass, x: Tensor) -> Layer:
-        kind = Tiles if tiled(layer, padding, x, twice) else Convolution
-        return kind(name, layer, within, padding, centred)
-
-    return make, 1
+    return None if fixed is None else (lambda within: Fixed(*fixed), 1)
 
 
 def _padding(layer: nn.Conv2d) -> list[int] | None:
@@ -216,7 +190,7 @@ def _pool(layers: Sequence[tuple[str, nn.Module]]) -> Pool | None:
     if type(layer) is not nn.MaxPool2d or layer.return_indices:
         return None
     sizes = [_pair(n) for n in (layer.kernel_size, layer.stride, layer.padding, layer.dilation)]
-    return partial(pooled, sizes=sizes, ceil=layer.ceil_mode)
+    return partial(max_pool, sizes=sizes, ceil=layer.ceil_mode)
 
 
 def _fixed(layer: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] | None:
@@ -227,14 +201,14 @@ def _fixed(layer: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tens
         sizes = [_pair(n) for n in (layer.kernel_size, layer.stride, layer.padding)]
         shape = *sizes, layer.ceil_mode, layer.count_include_pad, layer.divisor_override
         return (
-            lambda x: aten.avg_pool2d(last(x), *shape),
-            lambda d, x: aten.avg_pool2d_backward(last(d), last(x), *shape),
+            lambda x: aten.avg_pool2d(channels_last(x), *shape),
+            lambda d, x: aten.avg_pool2d_backward(channels_last(d), channels_last(x), *shape),
         )
     if type(layer) is nn.AdaptiveAvgPool2d:
         size = layer.output_size
         return (
-            lambda x: functional.adaptive_avg_pool2d(last(x), size),
-            lambda d, x: aten._adaptive_avg_pool2d_backward(last(d), last(x)),
+            lambda x: functional.adaptive_avg_pool2d(channels_last(x), size),
+            lambda d, x: aten._adaptive_avg_pool2d_backward(channels_last(d), channels_last(x)),
         )
     return None
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from comfedl.core.objectives import Batch, Learner, Model, Params, Pullback
+from comfedl.core.learner import Batch, Learner, Model, Params, Pullback
 from comfedl.engines.kernels.dense_grads import (
     SLOPES,
     curve_cross_entropy,
@@ -20,9 +20,10 @@ from comfedl.engines.kernels.dense_grads import (
     named,
     pull_cross_entropy,
 )
-from comfedl.engines.kernels.stacked import Stacked, unpacked
 from comfedl.engines.sampling import Gathered, Room
-from comfedl.models.losses import PER_SAMPLE, WHOLE
+from comfedl.engines.stacked import Stacked, unpacked
+from comfedl.models.losses import PER_SAMPLE
+from comfedl.models.metrics import WHOLE
 from comfedl.utils import tree
 from comfedl.utils.tree import Tree
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from comfedl.core.objectives import Params, Pullback
-from comfedl.engines.kernels.stacked import mean_inside
+from comfedl.core.learner import Params, Pullback
+from comfedl.engines.stacked import mean_inside
 
 # The cotangent of an activation's input, from its output's and its output.
 SLOPES: dict[type[nn.Module], Callable[[Tensor, Tensor], Tensor]] = {

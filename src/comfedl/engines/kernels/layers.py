@@ -4,8 +4,7 @@ A layer object lives for one pass over one batch. ``forward`` and ``backward`` g
 ``forward_along`` and ``backward_along`` then give the change of both as the parameters move along a direction, which is
 the product of the Hessian with it (Pearlmutter's R-operator).
 
-No layer writes on what it is handed. Images lie in memory in one of two orders (``rows.py``): where it tells, a layer
-brings what it is handed into that of what it has kept.
+No layer writes on what it is handed. Images have the channels last in memory (``layouts.py``).
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from comfedl.core.objectives import Params
+from comfedl.core.learner import Params
 from comfedl.engines.kernels.dense_grads import BENDS, SLOPES
-from comfedl.engines.kernels.layouts import Form, Pool, last, picked, put
+from comfedl.engines.kernels.layouts import Pool, channels_last, gather, scatter_add, to_images, to_rows
 
 aten = torch.ops.aten
 
@@ -97,20 +96,20 @@ class Convolution(Weighted):
         self.centred = centred
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = last(x)
+        self.x = channels_last(x)
         return self._apply(self.x, self.weight, self.bias)
 
     def backward(self, d: Tensor, found: Params) -> Tensor | None:
-        self.d = last(d)
+        self.d = channels_last(d)
         return self._pulled(self.d, found)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
-        self.dx, (self.v, bias) = None if dx is None else last(dx), self.along(v)
+        self.dx, (self.v, bias) = None if dx is None else channels_last(dx), self.along(v)
         out = self._apply(self.x, self.v, None if self.centred else bias)
         return out if self.dx is None else out.add_(self._apply(self.dx, self.weight, None))
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
-        out = self._pulled(last(dd), found)
+        out = self._pulled(channels_last(dd), found)
         if self.dx is None:
             return out
         # The weight's part is linear in x, the input's in the weight: one call gives how both move with these.
@@ -121,7 +120,7 @@ class Convolution(Weighted):
         return None if out is None else out.add_(back)
 
     def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return last(aten.convolution(x, weight, bias, *self.shape))
+        return channels_last(aten.convolution(x, weight, bias, *self.shape))
 
     def _pulled(self, d: Tensor, found: Params) -> Tensor | None:
         channels = len(self.weight)
@@ -129,7 +128,7 @@ class Convolution(Weighted):
         mask = [not self.lowest, self.trained[0], sums]
         back, weight, bias = aten.convolution_backward(d, self.x, self.weight, [channels], *self.shape, mask)
         self.give(found, weight, bias if sums else d.new_zeros(channels))
-        return None if self.lowest else last(back)
+        return None if self.lowest else channels_last(back)
 
 
 class Linear(Weighted):
@@ -170,30 +169,26 @@ class Norm(Weighted):
         self.batches = within.buffers.get(named(name, "num_batches_tracked"))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.form = Form.of(x)
-        x = self.form.rows(x)
-        mean, variance = aten.batch_norm_update_stats(x, *self.running, self.share())
-        return self.normed(x, mean, variance)
-
-    def normed(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """The output, from the rows of x and their statistics."""
-        self.x, self.mean, self.count = x, mean, len(x)
+        self.shape = self.out_shape = x.shape
+        self.x = x = to_rows(x)
+        self.mean, variance = aten.batch_norm_update_stats(x, *self.running, self._momentum())
+        self.count = len(x)
         self.s = (variance + self.layer.eps).rsqrt_()
         if self.weight is None:
             self.weight = torch.ones_like(self.s)
         self.k = self.weight * self.s
         shift = less(self.bias, self.k, self.mean)
         if self.pool is None:
-            self.at, self.out = x, self.form
+            self.at = x
         elif self.weight.min() > 0:  # the largest of x is the largest of the output
-            self.at, self.places, self.out = self.pool(x, self.form)
+            self.at, self.places, self.out_shape = self.pool(x, self.shape)
         else:
-            _, self.places, self.out = self.pool(torch.addcmul(shift, x, self.k), self.form)
-            self.at = picked(x, self.places)
-        return self.out.images(torch.addcmul(shift, self.at, self.k))
+            _, self.places, self.out_shape = self.pool(torch.addcmul(shift, x, self.k), self.shape)
+            self.at = gather(x, self.places)
+        return to_images(torch.addcmul(shift, self.at, self.k), self.out_shape)
 
     def backward(self, d: Tensor, found: Params) -> Tensor | None:
-        self.d = self.out.rows(d)
+        self.d = to_rows(d)
         weight, bias = _sums(self.d, self.at, self.mean, self.s)
         self.give(found, weight, bias)
         self.q, self.r = weight / self.count, bias / self.count
@@ -201,17 +196,17 @@ class Norm(Weighted):
         return None if self.lowest else self._spread(self.d * self.k, self.k * self.r, self.k * self.q)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
-        self.dx = torch.zeros_like(self.x) if dx is None else self.form.rows(dx)
-        self.dat = self.dx if self.pool is None else picked(self.dx, self.places)
+        self.dx = torch.zeros_like(self.x) if dx is None else to_rows(dx)
+        self.dat = self.dx if self.pool is None else gather(self.dx, self.places)
         by_z, by_1 = _sums(self.dx, self.x, self.mean, self.s)
         self.a, self.b = by_1 / self.count, by_z / self.count  # z moves by s (dx - a - b z)
         weight, bias = self.along(v)
         self.dk = self.s * less(weight, self.k, self.b)
         shift = less(less(bias, self.k, self.a), self.dk, self.mean)
-        return self.out.images(torch.addcmul(shift, self.dat, self.k).addcmul_(self.at, self.dk))
+        return to_images(torch.addcmul(shift, self.dat, self.k).addcmul_(self.at, self.dk), self.out_shape)
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
-        dd = self.out.rows(dd)
+        dd = to_rows(dd)
         weight, bias = _sums(dd, self.at, self.mean, self.s)
         weight += _sums(self.d, self.dat, self.a, self.s)[0]
         weight.addcmul_(self.s * self.b, self.q, value=-self.count)
@@ -232,9 +227,10 @@ class Norm(Weighted):
         out = torch.addcmul(by_x * self.mean - by_1, self.x, by_x, value=-1)
         if by_dx is not None:
             out.addcmul_(self.dx, by_dx, value=-1)
-        return self.form.images(out.add_(values) if self.pool is None else put(out, self.places, values))
+        out = out.add_(values) if self.pool is None else scatter_add(out, self.places, values)
+        return to_images(out, self.shape)
 
-    def share(self) -> float:
+    def _momentum(self) -> float:
         """How far the running statistics move to this batch's, having counted it."""
         if self.batches is not None:
             self.batches.add_(1)
@@ -250,18 +246,18 @@ class MaxPool(Layer):
         self.pool = pool
 
     def forward(self, x: Tensor) -> Tensor:
-        self.form = Form.of(x)
-        x = self.form.rows(x)
         self.shape = x.shape
-        out, self.places, self.out = self.pool(x, self.form)
-        return self.out.images(out)
+        out, self.places, self.out_shape = self.pool(to_rows(x), self.shape)
+        return to_images(out, self.out_shape)
 
     def backward(self, d: Tensor, found: Params) -> Tensor:
-        return self.form.images(put(d.new_zeros(self.shape), self.places, self.out.rows(d)))
+        samples, channels, height, width = self.shape
+        zeros = d.new_zeros(samples * height * width, channels)
+        return to_images(scatter_add(zeros, self.places, to_rows(d)), self.shape)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         assert dx is not None
-        return self.out.images(picked(self.form.rows(dx), self.places))
+        return to_images(gather(to_rows(dx), self.places), self.out_shape)
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor:
         return self.backward(dd, found)

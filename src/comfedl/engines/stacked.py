@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from comfedl.core.objectives import CHUNK, Batch, Learner, Model, Params, apart
-from comfedl.models.losses import PER_SAMPLE, Function, LossFunction
+from comfedl.core.learner import CHUNK, Batch, Learner, Model, Params, apart
+from comfedl.models.losses import PER_SAMPLE, LossFunction
+from comfedl.models.metrics import MetricFunction
 from comfedl.utils import tree
 from comfedl.utils.tree import Tree
 
@@ -84,7 +85,7 @@ class Stacked(Learner):
         assert self.loss_function is not None
         return self.means(model, data, {"loss": self.loss_function, **self.metrics})
 
-    def means(self, model: Model, data: Batch, functions: Mapping[str, Function]) -> dict[str, Tensor]:
+    def means(self, model: Model, data: Batch, functions: Mapping[str, MetricFunction]) -> dict[str, Tensor]:
         with torch.no_grad():
             if self.ragged and shared(model):
                 return self._means_of_one(tree.map(lambda leaf: leaf[0], model), data, functions)
@@ -105,7 +106,7 @@ class Stacked(Learner):
             rows = _rows(torch.cat(outputs, dim=1), whole[1], whole[2])
             return totals | {name: function(*rows) for name, function in entire.items()}
 
-    def _means_of_one(self, model: Model, data: Batch, functions: Mapping[str, Function]) -> dict[str, Tensor]:
+    def _means_of_one(self, model: Model, data: Batch, functions: Mapping[str, MetricFunction]) -> dict[str, Tensor]:
         """The means of a model that all clients have: their samples go through it together."""
         mean: Callable[[Tensor], Tensor]
         plain, entire = apart(functions)

@@ -1,0 +1,112 @@
+"""Which learners run the clients' steps: many clients at once where that is faster, else one after another.
+
+The choice follows from the model, the loss, the method and the data alone, never from a clock: the same run takes the
+same path on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from comfedl.core.learner import Learner
+from comfedl.core.protocol import Step
+from comfedl.data.federated import FederatedData
+from comfedl.engines.kernels import dense
+from comfedl.engines.kernels.allocator import keep_freed_memory
+from comfedl.engines.kernels.channels_last import ChannelsLast, convolves
+from comfedl.engines.stacked import Stacked, Vmapped
+from comfedl.models.losses import MAPPED, PER_SAMPLE
+from comfedl.models.metrics import WHOLE
+from comfedl.utils import checks
+from comfedl.utils.errors import ConfigError
+
+KNOWN = {*PER_SAMPLE, *MAPPED, *WHOLE}
+VECTORIZE = ("auto", "stack", "vmap", "serial")
+# Layers that draw no random numbers and keep no state of their own.
+NOISELESS = {
+    *dense.LAYERS,
+    nn.Sequential,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm),
+}
+
+
+class Accelerated(NamedTuple):
+    """The learner of one client, that of many clients at once where there is one, and why.
+
+    ``thread_safe``: they draw nothing from torch's global generator, so that clients may run in several threads.
+    """
+
+    one: Learner
+    many: Stacked | None
+    reason: str
+    thread_safe: bool
+
+
+def accelerate(
+    learner: Learner, data: FederatedData, steps: Mapping[str, Step], vectorize: str = "auto", keep_bytes: int = 0
+) -> Accelerated:
+    """The fastest learners for these data and steps; a ``vectorize`` other than "auto" that cannot be had is an error.
+
+    With ``keep_bytes`` the process also keeps that much freed memory for the next round (``allocator.py``).
+    """
+    checks.one_of("vectorize", vectorize, VECTORIZE)
+    if keep_bytes:
+        keep_freed_memory(keep_bytes)
+    module = learner.module
+    one = ChannelsLast(learner) if module is not None and convolves(module) else learner
+    known = {learner.loss_function, *learner.metrics.values()} <= KNOWN
+    safe = module is not None and known and all(type(layer) in NOISELESS for layer in module.modules())
+    safe = safe and all(step.elementwise for step in steps.values())
+    if vectorize == "serial":
+        return Accelerated(one, None, "serial, as asked for", safe)
+    against = _obstacle(learner, data, steps.values())
+    if against is None and vectorize == "auto" and not known:
+        against = "the loss is a function of the user's, which may look at values"
+    if against is None and module is not None:
+        if vectorize == "vmap":
+            against = _noise(module)
+            if against is None:
+                return Accelerated(one, Vmapped(learner), "vmap, as asked for", safe)
+        else:
+            against = _not_stacked(module, data)
+            if against is None:
+                return Accelerated(one, dense.Dense(learner), "stacked dense layers", safe)
+    if vectorize != "auto":
+        raise ConfigError(f'vectorize is {vectorize!r}, but {against}; use "auto" or "serial".')
+    return Accelerated(one, None, f"serial: {against}", safe)
+
+
+def _not_stacked(module: nn.Module, data: FederatedData) -> str | None:
+    """Why a module's layers cannot be stacked."""
+    if data.train.x.device.type != "cpu" and dense.drops(module):
+        return "Dropout's noise differs on an accelerator from that of one client after another"
+    return dense.obstacle(module)
+
+
+def _obstacle(learner: Learner, data: FederatedData, steps: Iterable[Step]) -> str | None:
+    """Why clients cannot run at once whatever the model."""
+    if learner.module is None:
+        return "a Composition runs one client after another"
+    if not all(step.elementwise for step in steps):
+        return "the method does not say that its client steps are elementwise (see docs/adding-a-method.md)"
+    if learner.loss_function is functional.cross_entropy and any(_negative(data, name) for name in ("train", "outer")):
+        return "there are labels below 0, which cross_entropy leaves out of its mean"
+    return None
+
+
+def _noise(module: nn.Module) -> str | None:
+    """Why a model's noise keeps vmap from it."""
+    if any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in module.modules()):
+        return "dropout draws each client's noise from a generator of its own"
+    return None
+
+
+def _negative(data: FederatedData, name: str) -> bool:
+    split = data.split(name)
+    labels: Tensor | None = None if split is None else split.y
+    return labels is not None and labels.numel() > 0 and bool(labels.min() < 0)
