@@ -34,8 +34,6 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
     from comfedl.core.outer_functions import Identity as Identity
     from comfedl.core.outer_functions import Power as Power
     from comfedl.core.outer_functions import Tilt as Tilt
-    from comfedl.core.protocol import Diverged as Diverged
-    from comfedl.core.reply_validation import QuorumError as QuorumError
     from comfedl.data import load as load
     from comfedl.data import partition as partition
     from comfedl.data.federated import FederatedData as FederatedData
@@ -45,6 +43,8 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
     from comfedl.utils.errors import ComfedlError as ComfedlError
     from comfedl.utils.errors import ConfigError as ConfigError
     from comfedl.utils.errors import DataError as DataError
+    from comfedl.utils.errors import Diverged as Diverged
+    from comfedl.utils.errors import QuorumError as QuorumError
     from comfedl.utils.errors import RunFolderError as RunFolderError
 
 # The module of each public name. tests/project/test_public_names.py holds this table against the imports above.
@@ -64,7 +64,7 @@ _HOMES = {
     "DataError": "comfedl.utils.errors",
     "DeltaFL": "comfedl.algorithms.deltafl",
     "Ditto": "comfedl.algorithms.ditto",
-    "Diverged": "comfedl.core.protocol",
+    "Diverged": "comfedl.utils.errors",
     "Exp": "comfedl.core.outer_functions",
     "FedAvg": "comfedl.algorithms.fedavg",
     "FedMAML": "comfedl.algorithms.fedmaml",
@@ -73,7 +73,7 @@ _HOMES = {
     "KL": "comfedl.core.outer_functions",
     "Power": "comfedl.core.outer_functions",
     "QFedAvg": "comfedl.algorithms.qfedavg",
-    "QuorumError": "comfedl.core.reply_validation",
+    "QuorumError": "comfedl.utils.errors",
     "Result": "comfedl.training.result",
     "RunFolderError": "comfedl.utils.errors",
     "TERM": "comfedl.algorithms.term",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import comfedl as cf
-from comfedl.algorithms.context import Round
+from comfedl.algorithms.context import RoundContext
 from comfedl.core import client_vector
 from comfedl.core.reply_validation import QUARANTINE, Screen
 from comfedl.data.client_names import NumberedNames
@@ -25,12 +25,12 @@ class Somewhere:
         self.names, self.sizes = NumberedNames(clients), np.arange(clients) + 1
 
 
-def here(clients: int, participants: int, barred: set[int], number: int = 1) -> Round:
+def here(clients: int, participants: int, barred: set[int], number: int = 1) -> RoundContext:
     screen = Screen({"params": {}, "buffers": {}}, NumberedNames(clients), quorum=0.0)
     screen.offences = dict.fromkeys(barred, QUARANTINE) | {
         i: 1 for i in range(clients) if i % 3 == 0 and i not in barred
     }
-    return Round(number, 5, participants, Somewhere(clients), screen=screen)  # type: ignore[arg-type]
+    return RoundContext(number, 5, participants, Somewhere(clients), screen=screen)  # type: ignore[arg-type]
 
 
 @settings(deadline=None)

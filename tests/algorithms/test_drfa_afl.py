@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 import comfedl as cf
-from comfedl.algorithms.context import Round
+from comfedl.algorithms.context import RoundContext
 from comfedl.core import simplex
 from comfedl.engines.embedded import LocalReplies
 from helpers.reference import (
@@ -141,11 +141,11 @@ SCRIPT = [([2, 0, 2], 1, [0, 3, 4]), ([1, 1, 1], 3, [1, 2, 3]), ([4, 3, 0], 2, [
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Scripted]]:
     made: list[Scripted] = []
 
-    def rng(self: Round, purpose: str) -> Scripted:
+    def rng(self: RoundContext, purpose: str) -> Scripted:
         made.append(Scripted(purpose, *SCRIPT[self.number - 1]))
         return made[-1]
 
-    monkeypatch.setattr(Round, "rng", rng)
+    monkeypatch.setattr(RoundContext, "rng", rng)
     yield made
 
 
@@ -193,14 +193,14 @@ def test_the_dual_step_of_the_test_above_reaches_the_edge_of_the_simplex() -> No
 def test_drfa_with_its_own_draws_by_hand() -> None:
     """Nothing scripted: the draws are rebuilt from what the round asked of its clients."""
     asked: list[tuple[str, list[int], int | None]] = []
-    ask = Round.ask
+    ask = RoundContext.ask
 
-    def spy(self: Round, step: str, clients: Sequence[int], message: dict[str, Any]) -> Any:
+    def spy(self: RoundContext, step: str, clients: Sequence[int], message: dict[str, Any]) -> Any:
         asked.append((step, list(clients), int(message["snapshot"]) if "snapshot" in message else None))
         return ask(self, step, clients, message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Round, "ask", spy)
+        patch.setattr(RoundContext, "ask", spy)
         result = run(cf.DRFA(dual_lr=0.03, **FULL), 6, clients_per_round=3)
     script = [(drawn, t, seen) for (_, drawn, t), (_, seen, _) in zip(asked[::2], asked[1::2], strict=True)]
     assert [step for step, _, _ in asked] == ["train", "loss"] * 6
@@ -229,7 +229,7 @@ class Silent:
 
 
 def served(algorithm: cf.DRFA, engine: Silent, state: dict[str, Any], round: int, m: int) -> dict[str, Any]:
-    new, _ = algorithm.round(state, Round(round, 0, m, engine))  # type: ignore[arg-type]
+    new, _ = algorithm.round(state, RoundContext(round, 0, m, engine))  # type: ignore[arg-type]
     return new
 
 
@@ -301,7 +301,7 @@ def test_drfa_without_a_dual_step_is_sampled_averaging(scripted: list[Scripted],
     class Sampled(cf.FedAvg):
         """Federated averaging over the scripted clients, repeats included."""
 
-        def round(self, state: Any, here: Round) -> Any:
+        def round(self, state: Any, here: RoundContext) -> Any:
             drawn = sorted(SCRIPT[here.number - 1][0])
             replies = here.ask("train", drawn, {"model": state["model"]})
             models = list(replies.each("model"))
@@ -310,7 +310,7 @@ def test_drfa_without_a_dual_step_is_sampled_averaging(scripted: list[Scripted],
             return {"model": {"params": params, "buffers": {}}}, used
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Round, "sample", lambda self, purpose="clients": [0, 1, 2])
+        patch.setattr(RoundContext, "sample", lambda self, purpose="clients": [0, 1, 2])
         sampled = run(Sampled(**options), len(SCRIPT), clients_per_round=3)
     assert apart(drfa, sampled) < 1e-12
     np.testing.assert_allclose(recorded(drfa, "dual"), 1 / N, atol=1e-15)
@@ -322,7 +322,7 @@ def test_drfa_with_one_local_step_is_an_afl_step(monkeypatch: pytest.MonkeyPatch
     AFL takes the losses at the model received, DRFA at the snapshot, which after one step of one is the new model.
     """
     everybody = list(range(N))
-    monkeypatch.setattr(Round, "rng", lambda self, purpose: Scripted(purpose, everybody, 1, everybody))
+    monkeypatch.setattr(RoundContext, "rng", lambda self, purpose: Scripted(purpose, everybody, 1, everybody))
     options = {**FULL, "local_steps": 1}
     drfa = run(cf.DRFA(dual_lr=0.05, **options), 2)
     monkeypatch.undo()
@@ -338,7 +338,7 @@ def test_drfa_with_one_local_step_is_an_afl_step(monkeypatch: pytest.MonkeyPatch
 
 def run_one(options: dict[str, Any], everybody: list[int]) -> cf.Result:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Round, "rng", lambda self, purpose: Scripted(purpose, everybody, 1, everybody))
+        patch.setattr(RoundContext, "rng", lambda self, purpose: Scripted(purpose, everybody, 1, everybody))
         return run(cf.DRFA(dual_lr=0.05, **options), 1)
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import comfedl as cf
 from comfedl.algorithms.base import Algorithm
 from comfedl.algorithms.comfedl import known_weights
-from comfedl.algorithms.context import Round
+from comfedl.algorithms.context import RoundContext
 from comfedl.core.outer_functions import Coupled
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -65,7 +65,7 @@ def local_losses(linear: nn.Linear, data: dict[str, tuple[Tensor, Tensor]]) -> T
 # 1. Limits of gamma.
 
 
-@pytest.mark.filterwarnings("ignore:With one client a round")
+@pytest.mark.filterwarnings("ignore:With one client per round")
 @pytest.mark.parametrize("taking_part", [None, 1, 2, 5])
 @pytest.mark.parametrize("inner", [None, cf.Adapt(0.2)])
 def test_a_large_gamma_is_uniform_averaging(taking_part: int | None, inner: cf.Adapt | None) -> None:
@@ -239,12 +239,12 @@ class Nobody:
 def test_every_set_of_clients_is_equally_likely(taking_part: int) -> None:
     places = {chosen: i for i, chosen in enumerate(combinations(range(5), taking_part))}
     rounds = 300 * len(places)
-    seen = [places[tuple(Round(s, 0, taking_part, Nobody()).sample())] for s in range(1, rounds + 1)]
+    seen = [places[tuple(RoundContext(s, 0, taking_part, Nobody()).sample())] for s in range(1, rounds + 1)]
     assert chisquare(np.bincount(seen, minlength=len(places))).pvalue > 1e-3
 
 
 def test_everybody_is_everybody() -> None:
-    assert Round(3, 0, 5, Nobody()).sample() == [0, 1, 2, 3, 4]
+    assert RoundContext(3, 0, 5, Nobody()).sample() == [0, 1, 2, 3, 4]
 
 
 def test_fedavg_normalises_over_those_who_take_part() -> None:

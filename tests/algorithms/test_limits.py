@@ -16,7 +16,7 @@ from torch import Tensor
 
 import comfedl as cf
 from comfedl.algorithms.base import Algorithm
-from comfedl.algorithms.context import Round
+from comfedl.algorithms.context import RoundContext
 from helpers.reference import (
     SIZES,
     Array,
@@ -111,7 +111,7 @@ def test_drfa_is_uniform_averaging_where_everybody_is_drawn_once(
             return 2
 
     plain = cf.fit(Normed(running), batchable(), uniform(BATCHED), rounds=3)
-    monkeypatch.setattr(Round, "rng", lambda self, purpose: Once())
+    monkeypatch.setattr(RoundContext, "rng", lambda self, purpose: Once())
     found = cf.fit(Normed(running), batchable(), cf.DRFA(dual_lr=0.0, **BATCHED), rounds=3)
     assert apart(found, plain) < 1e-12
 

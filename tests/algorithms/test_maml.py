@@ -406,13 +406,6 @@ def test_the_same_method_under_two_names(how: dict[str, Any], options: dict[str,
             assert all(torch.equal(part, other.personal(name)[key]) for key, part in one.personal(name).items())
 
 
-def test_the_common_arguments_reach_the_method() -> None:
-    common = {"lr": 0.7, "local_steps": 7, "batch_size": 9, "loss_samples": 11, "personal_steps": 3}
-    for make in (cf.FedMAML, cf.DAMAML, cf.TERM):
-        method = make(**common).method  # type: ignore[arg-type]
-        assert {name: getattr(method, name) for name in common} == common
-
-
 # BatchNorm: the running statistics move once a local step, in the pass at w.
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import comfedl as cf
-from comfedl.algorithms.context import Round
+from comfedl.algorithms.context import RoundContext
 from helpers.reference import (
     SIZES,
     Array,
@@ -120,7 +120,7 @@ def test_clients_are_drawn_by_their_samples_where_asked() -> None:
     class Engine:
         names, sizes = tuple("abcde"), np.array(list(SIZES.values()))
 
-    draws = [Round(s, 0, 1, Engine()).sample_by(Engine.sizes)[0] for s in range(1, 4001)]  # type: ignore[arg-type]
+    draws = [RoundContext(s, 0, 1, Engine()).sample_by(Engine.sizes)[0] for s in range(1, 4001)]  # type: ignore[arg-type]
     shares = np.bincount(draws, minlength=5) / len(draws)
     expected = Engine.sizes / Engine.sizes.sum()
     assert (np.abs(shares - expected) < 4 * np.sqrt(expected / len(draws))).all()

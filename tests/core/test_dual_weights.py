@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import comfedl as cf
-from comfedl.algorithms.context import Round
+from comfedl.algorithms.context import RoundContext
 from comfedl.core import dual_weights
 from comfedl.utils import tree
 
@@ -79,10 +79,10 @@ def test_a_step_of_a_million_clients_keeps_those_that_were_seen() -> None:
 
 @pytest.mark.parametrize("method", [cf.DRFA(dual_lr=0.01), cf.DRFA(dual_lr=0.01, floor=0.02), cf.TRMAML(dual_lr=0.02)])
 def test_a_run_is_the_same_either_way(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_all(self: Round, weights: Any) -> list[int]:
+    def by_all(self: RoundContext, weights: Any) -> list[int]:
         return self.sample_by(dual_weights.whole(weights).numpy(), replace=True)
 
-    monkeypatch.setattr(Round, "sample_by_duals", by_all)
+    monkeypatch.setattr(RoundContext, "sample_by_duals", by_all)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(90, 3, generator=generator, dtype=torch.float64)
     fed = cf.FederatedData.from_flat((x, (x[:, 0] > 0).long(), np.arange(10) * 10))

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import comfedl as cf
 from comfedl.core.learner import CHUNK, Batch, Learner, Model, Params
-from comfedl.core.objectives import Adapted, LocalLoss, Objective, Own, gradient
+from comfedl.core.objectives import Adapted, CompositionObjective, LocalLoss, Objective, gradient
 
 F64 = torch.float64
 
@@ -87,7 +87,7 @@ INNERS: dict[str, tuple[Callable[[Params, Batch], Any], Callable[[Any, Batch], T
 @pytest.mark.parametrize("kind", INNERS)
 def test_the_gradient_is_the_dense_product(kind: str) -> None:
     inner, outer = INNERS[kind]
-    found = gradient(Own(cf.Composition(inner, outer)), Model(params=PARAMS, buffers={}), B, OTHER)
+    found = gradient(CompositionObjective(cf.Composition(inner, outer)), Model(params=PARAMS, buffers={}), B, OTHER)
     close(found.direction, dense(lambda p: inner(p, B), lambda y: outer(y, OTHER), PARAMS))
     close(found.value, outer(inner(PARAMS, B), OTHER))
     close(found.direction, grad(lambda p: outer(inner(p, B), OTHER))(PARAMS))
@@ -97,7 +97,7 @@ def test_the_gradient_is_the_dense_product(kind: str) -> None:
 @pytest.mark.parametrize("kind", INNERS)
 def test_the_slope_on_top_scales_the_gradient(kind: str) -> None:
     inner, outer = INNERS[kind]
-    composition = Own(cf.Composition(inner, outer))
+    composition = CompositionObjective(cf.Composition(inner, outer))
     found = gradient(composition, Model(params=PARAMS, buffers={}), B, OTHER, cf.Exp(3.0).slope)
     close(found.direction, grad(lambda p: torch.exp(outer(inner(p, B), OTHER) / 3))(PARAMS))
     close(found.weight, torch.exp(found.value / 3) / 3)

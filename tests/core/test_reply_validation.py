@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import comfedl as cf
-from comfedl.core.reply_validation import BadReply
 from comfedl.engines.embedded import Embedded, LocalReplies
+from comfedl.utils.errors import BadReply
 
 Corrupt = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -29,13 +29,12 @@ from torch import Tensor, nn
 import comfedl as cf
 from comfedl.config.schema import parse_config, read_config, run_config
 from comfedl.core.learner import Learner
-from comfedl.core.protocol import Batches, Diverged, Outcome
-from comfedl.core.reply_validation import QuorumError
+from comfedl.core.protocol import Batches, Outcome
 from comfedl.engines.distributed import shares
 from comfedl.engines.process_group import Group
 from comfedl.training.callbacks import Callback
 from comfedl.utils import torchrun as started
-from comfedl.utils.errors import ConfigError, RankError, RankLost
+from comfedl.utils.errors import ConfigError, Diverged, QuorumError, RankError, RankLost
 from comfedl.utils.tree import Tree
 
 pytestmark = [
@@ -213,7 +212,7 @@ def assert_close(one: Any, other: Any, bound: float) -> None:
         assert one == other
 
 
-@pytest.mark.filterwarnings("ignore::comfedl.core.reply_validation.BadReply")
+@pytest.mark.filterwarnings("ignore::comfedl.utils.errors.BadReply")
 def test_two_ranks_give_the_embedded_run(ranks: list[tuple[dict[str, Any], int, int]]) -> None:
     for name, (_, _, dtype, _) in CASES.items():
         assert_close(ranks[0][0][name], done(name), 1e-6 if dtype == torch.float32 else 1e-12)

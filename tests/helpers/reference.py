@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import comfedl as cf
 from comfedl.algorithms.base import Algorithm
-from comfedl.algorithms.context import Round
-from comfedl.core.objectives import Params
+from comfedl.algorithms.context import RoundContext
+from comfedl.core.learner import Params
 
 Array = np.ndarray
 
@@ -177,7 +177,7 @@ def _parts(one: cf.Result, other: cf.Result) -> list[tuple[Params, Params]]:
 def taking_part(rounds: Sequence[Sequence[int]]) -> Iterator[None]:
     """Say who takes part in each round, in place of a draw."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Round, "sample", lambda self, purpose="clients": list(rounds[self.number - 1]))
+        patch.setattr(RoundContext, "sample", lambda self, purpose="clients": list(rounds[self.number - 1]))
         yield
 
 

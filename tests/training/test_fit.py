@@ -109,7 +109,7 @@ def test_the_numbers_of_a_row_are_those_of_the_model(three_clients: cf.Federated
         assert row["train.accuracy"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
 
 
-@pytest.mark.filterwarnings("ignore:With one client a round")
+@pytest.mark.filterwarnings("ignore:With one client per round")
 @pytest.mark.parametrize("method", [cf.FedAvg(), cf.FedAvg(weighting="uniform"), cf.ComFedL(outer=cf.KL(0.1))])
 @pytest.mark.parametrize("participants", [1, 2, 3, None])
 def test_who_takes_part_and_with_which_weight(
@@ -250,9 +250,9 @@ def test_callbacks_hear_of_a_failure(three_clients: cf.FederatedData, error: typ
     [
         ({"rounds": 0}, ["rounds", "0", "1 or more"]),
         ({"rounds": -1}, ["rounds", "-1"]),
-        ({"rounds": 1.5}, ["rounds", "1.5", "whole"]),
-        ({"rounds": True}, ["rounds", "True", "whole"]),
-        ({"rounds": "5"}, ["rounds", "'5'", "whole"]),
+        ({"rounds": 1.5}, ["rounds", "1.5", "integer"]),
+        ({"rounds": True}, ["rounds", "True", "integer"]),
+        ({"rounds": "5"}, ["rounds", "'5'", "integer"]),
         ({"seed": -1}, ["seed", "-1", "0 or more"]),
         ({"seed": None}, ["seed", "None"]),
         ({"eval_every": 0}, ["eval_every", "0", "1 or more"]),
@@ -304,9 +304,9 @@ def test_an_argument_that_cannot_be_is_named(
         (lambda: cf.FedAvg(lr=None), ["lr", "None", "above 0"]),
         (lambda: cf.FedAvg(lr=10**400), ["lr", "above 0"]),
         (lambda: cf.FedAvg(local_steps=0), ["local_steps", "0", "1 or more"]),
-        (lambda: cf.FedAvg(local_steps=1.5), ["local_steps", "1.5", "whole"]),
+        (lambda: cf.FedAvg(local_steps=1.5), ["local_steps", "1.5", "integer"]),
         (lambda: cf.FedAvg(batch_size=0), ["batch_size", "0", "1 or more"]),
-        (lambda: cf.FedAvg(batch_size=True), ["batch_size", "True", "whole"]),
+        (lambda: cf.FedAvg(batch_size=True), ["batch_size", "True", "integer"]),
         (lambda: cf.FedAvg(weighting="sample"), ["weighting", "'sample'", "did you mean 'samples'?"]),
         (lambda: cf.KL(0), ["gamma", "0", "above 0"]),
         (lambda: cf.KL(-0.1), ["gamma", "-0.1", "above 0"]),

@@ -17,7 +17,7 @@ from torch import nn
 import comfedl as cf
 from comfedl.training import personal_models
 from comfedl.training.personal_models import PersonalModels
-from comfedl.utils.files import KINDS, TensorFile
+from comfedl.utils.files import SAFETENSORS_DTYPES, TensorFile
 
 
 def fed(clients: int = 25, names: list[str] | None = None) -> cf.FederatedData:
@@ -126,7 +126,7 @@ def test_an_unknown_client_among_many() -> None:
 # The file itself.
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", SAFETENSORS_DTYPES, ids=str)
 def test_tensors_of_every_type_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
     given = {
         "odd": torch.arange(3).to(torch.int8),

@@ -19,13 +19,13 @@ import torch
 from rich.console import Console
 
 import comfedl as cf
-from comfedl.analysis.terminal_watch import Follower
+from comfedl.analysis.terminal_watch import RunWatcher
 from comfedl.analysis.web_server import make_server
 from comfedl.core.protocol import Scores
 from comfedl.training import progress
 from comfedl.training.client_records import Evaluation
 from comfedl.training.progress import JsonLines, Progress, make_progress, seen
-from comfedl.tuning.progress import Watch
+from comfedl.tuning.progress import SearchProgress
 from comfedl.utils.errors import ConfigError
 from comfedl_reproduction import runner
 from helpers.handmade import write_run
@@ -104,9 +104,9 @@ def test_an_unknown_log() -> None:
 # Watching from outside.
 
 
-def follower(path: Path, terminal: bool = False) -> tuple[Follower, io.StringIO]:
+def follower(path: Path, terminal: bool = False) -> tuple[RunWatcher, io.StringIO]:
     file = io.StringIO()
-    return Follower(path, Console(file=file, force_terminal=terminal, width=100, _environ={})), file
+    return RunWatcher(path, Console(file=file, force_terminal=terminal, width=100, _environ={})), file
 
 
 def copy_round(source: Path, folder: Path, number: int) -> None:
@@ -135,7 +135,7 @@ def test_watch_waits_for_a_run_and_follows_it_to_its_end(tmp_path: Path) -> None
 
     watched.follow(wait=go_on)
     lines = said.getvalue().splitlines()
-    assert lines[0] == f"Waiting for a run in {run} (Ctrl-C ends)"
+    assert lines[0] == f"Waiting for a run in {run} (Ctrl-C to stop)"
     assert [line.split(",")[0] for line in lines[1:-1]] == [f"run: round {number}/4" for number in (1, 2, 4)]
     assert "worst" in lines[1] and "(c)" in lines[1] and "\x1b" not in said.getvalue()
     assert lines[-1] == "run: finished"
@@ -145,7 +145,7 @@ def test_watch_says_where_a_run_was_stopped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", rounds=(1, 2), done=False)
     watched, said = follower(run)
     watched.follow(wait=lambda _: pytest.fail("nobody writes it any more"))
-    assert said.getvalue().splitlines()[-1] == "run: stopped at round 2; comfedl run --resume goes on"
+    assert said.getvalue().splitlines()[-1] == "run: stopped at round 2; continue with comfedl run --resume"
 
 
 def test_watch_in_a_terminal_and_of_several_runs(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_watch_in_a_terminal_and_of_several_runs(tmp_path: Path) -> None:
         write_run(tmp_path / "out" / name)
     watched, said = follower(tmp_path / "out", terminal=True)
     with watched._bar:
-        assert not watched.look()  # others may begin
+        assert not watched.poll()  # others may begin
     text = said.getvalue()
     assert "one" in text and "two: finished" in text and "4/4" in text
 
@@ -224,10 +224,10 @@ def test_watch_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_search_in_lines_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    watch = Watch(2, 4, "validation.accuracy.worst", "json")
+    watch = SearchProgress(2, 4, "validation.accuracy.worst", "json")
     watch.start()
-    watch.moved(0, 2, str(seen(ROW, CLIENTS)))
-    watch.ended(0, 1, 0.5)
+    watch.step_done(0, 2, str(seen(ROW, CLIENTS)))
+    watch.trial_done(0, 1, 0.5)
     watch.stop()
     out, err = capsys.readouterr()
     step, trial = (json.loads(line) for line in out.splitlines())
@@ -238,7 +238,7 @@ def test_a_search_in_lines_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert err == ""
     with pytest.raises(ConfigError, match="--log is 'xml'"):
-        Watch(2, 4, "validation.accuracy.worst", "xml")
+        SearchProgress(2, 4, "validation.accuracy.worst", "xml")
 
 
 def test_a_search_in_a_terminal_says_how_its_trial_stands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +246,9 @@ def test_a_search_in_a_terminal_says_how_its_trial_stands(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         "comfedl.tuning.progress.Console", lambda **_: Console(file=file, force_terminal=True, width=120, _environ={})
     )
-    watch = Watch(2, 4, "validation.accuracy.worst")
+    watch = SearchProgress(2, 4, "validation.accuracy.worst")
     watch.start()
-    watch.moved(7, 2, str(seen(ROW, CLIENTS)))
+    watch.step_done(7, 2, str(seen(ROW, CLIENTS)))
     watch.stop()
     assert "trial 7, step 2/4; validation accuracy: mean 0.700, worst 0.500 (b); heaviest c 0.500" in file.getvalue()
 
@@ -257,7 +257,7 @@ def test_a_search_in_a_terminal_says_how_its_trial_stands(monkeypatch: pytest.Mo
 def test_runs_of_a_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], log: str) -> None:
     file = io.StringIO()
     monkeypatch.setattr(runner, "Console", lambda **_: Console(file=file, force_terminal=True, width=120, _environ={}))
-    with runner._bar("tuning", 10.0, log) as show:
+    with runner._progress_bar("tuning", 10.0, log) as show:
         for steps, done in ((2.0, 0), (5.0, 1), (7.0, 1), (10.0, 2)):
             show(steps, done, 2, f"comfedl, seed 1, round {steps:g}/10; {seen(ROW, CLIENTS)}")
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

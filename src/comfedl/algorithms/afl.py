@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
-from comfedl.algorithms.context import Round, Used
-from comfedl.core.objectives import Learner, Model
+from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.core.learner import Learner, Model
 from comfedl.core.protocol import NUMBER, Batches, Outcome
 from comfedl.core.simplex import project
 from comfedl.utils import checks, tree
@@ -40,6 +40,7 @@ class AFL(Algorithm):
     paper: ClassVar[str] = "Mohri et al., ICML 2019"
     goal: ClassVar[str] = "min_w max_lambda sum_i lambda_i f_i(w), lambda on the simplex"
     sends: ClassVar[str] = "down d; up d + 1 loss; all clients every round"
+    elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,21 +57,21 @@ class AFL(Algorithm):
                 "leave it out, or use DRFA(local_steps=1), its relative for a sample of clients."
             )
 
-    def round(self, state: State, here: Round) -> tuple[State, Used]:
+    def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
         duals = state["duals"]
-        replies = here.ask("train", here.sample(), {"model": state["model"]})
+        replies = context.ask("train", context.sample(), {"model": state["model"]})
         weights, ascent = duals[replies.clients], torch.zeros_like(duals)
         ascent[replies.clients] = replies.numbers("loss")
-        model = self.blend(state["model"], replies, weights)
-        moved = project(duals + self.dual_lr * ascent)
+        state = self.advance(state, replies, weights)
         rounds = state["rounds"] + 1
         average = tree.map(
             lambda old, new: old + (new - old) / int(rounds) if new.is_floating_point() else new,
             state["average"],
-            model,
+            state["model"],
         )
-        new = {"model": model, "duals": moved, "average": average, "rounds": rounds}
-        return new, Used(replies.clients, weights, duals)
+        moved = project(duals + self.dual_lr * ascent)
+        state = {**state, "duals": moved, "average": average, "rounds": rounds}
+        return state, Participation(replies.clients, weights, duals)
 
     def reported(self, state: State) -> Model:
         model: Model = state["average" if self.average else "model"]

@@ -1,4 +1,4 @@
-"""What an algorithm is: hyper-parameters, client steps, and a server round that drives them.
+"""The contract of all methods: hyper-parameters, client steps, and a server round that drives them.
 
 An algorithm knows nothing of where clients live. Its server state is a tree of tensors, handed in and returned.
 """
@@ -7,25 +7,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from comfedl.algorithms.context import Round, Used
-from comfedl.core.objectives import Adapt, Batch, Learner, LocalLoss, Model, Objective, Params, Slope, gradient
-from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Diverged, Draw, Outcome, Replies, Step
+from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.core.learner import Batch, Learner, Model, Params, Slope
+from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
+from comfedl.core.optimizers import SGD, Optimizer
+from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.core.robust_aggregation import RULES, robust_mean
 from comfedl.utils import checks, tree
+from comfedl.utils.errors import Diverged
 from comfedl.utils.tree import Tree
 
 State = dict[str, Tree]
-SPLITS = ("train", "validation", "test")
+# The splits that a model is judged on, and the outer data of each.
+HELD_OUT = {Data.VALIDATION: Data.OUTER_OF_VALIDATION, Data.TEST: Data.OUTER_OF_TEST}
+PLAIN = SGD()
 
 
 class Descent(NamedTuple):
-    """Where local training ended, and the losses and weights it saw on the way."""
+    """The result of local training: the model, and the losses and weights seen on the way."""
 
     model: Model
     watched: dict[str, Tensor]
@@ -37,73 +42,82 @@ def descend(
     batches: Sequence[Batch],
     outer_batches: Sequence[Batch],
     lr: float,
-    slope: Slope = torch.ones_like,
+    slope: Slope | None = None,
     hessian_batches: Sequence[Batch | None] | None = None,
     anchor: tuple[float, Params] | None = None,
+    optimizer: Optimizer = PLAIN,
 ) -> Descent:
-    """Local training, one gradient step a batch: lines 7 to 14 of Algorithm 1. Every method's local loop.
+    """Local training, one gradient step per batch: lines 7 to 14 of Algorithm 1. Every method's local loop.
 
     ``anchor`` is a pair (lam, w) that adds ``lam / 2 * ||params - w||^2`` to the objective.
     """
-    if isinstance(objective, LocalLoss) and slope is torch.ones_like and anchor is None:
-        short = objective.learner.descend(model, batches, lr)
-        if short is not None:
-            params, seen = short
-            return Descent(Model(params=params, buffers=model["buffers"]), {"loss": seen, "weight": slope(seen)})
-    losses, weights = [], []
-    for t in range(len(batches)):  # no batch is held on to, so that the next one may take its place in memory
+    if isinstance(objective, LocalLoss) and slope is None and anchor is None and optimizer is PLAIN:
+        fused = objective.learner.descend(model, batches, lr)
+        if fused is not None:
+            params, seen = fused
+            return Descent(Model(params=params, buffers=model["buffers"]), _watched(seen))
+    losses, weights, state = [], [], optimizer.init(model["params"])
+    for t in range(len(batches)):  # no batch is held on to, so that the next one may reuse its memory
         hessian_batch = hessian_batches[t] if hessian_batches else None
-        found = gradient(objective, model, batches[t], outer_batches[t], slope, hessian_batch)
+        found = gradient(objective, model, batches[t], outer_batches[t], slope or torch.ones_like, hessian_batch)
         direction = found.direction
         if anchor is not None:
             lam, near = anchor
             direction = tree.map(lambda u, v, w, lam=lam: u + lam * (v - w), direction, model["params"], near)
-        # From the second step on the parameters are nobody else's, and are moved where they are.
-        step = tree.step if t == 0 else tree.step_in_place
-        model = Model(params=step(model["params"], lr, direction), buffers=found.buffers)
+        # After the first step nobody else holds the parameters, so that they may be overwritten.
+        params, state = optimizer.step(model["params"], direction, state, lr, in_place=t > 0)
+        model = Model(params=params, buffers=found.buffers)
         losses.append(found.value)
         weights.append(found.weight)
     return Descent(model, {"loss": torch.stack(losses), "weight": torch.stack(weights)})
 
 
-def blend(model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
+def _watched(losses: Tensor) -> dict[str, Tensor]:
+    return {"loss": losses, "weight": torch.ones_like(losses)}
+
+
+def weighted_average(model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
     """``w + sum_i r_i (w_i - w)``; buffers take the parameters' weights, counters their maximum.
 
-    Buffers are always a mean: where the weights add up to more than 1 they are scaled back for them, since a variance
-    beyond those that were seen may be negative.
+    Buffers are always a mean: where the weights add up to more than 1, buffers take them scaled to 1, since a variance
+    extrapolated beyond those that were seen may be negative.
     """
     mixed: Model = replies.weighted_sum(name, weights)
     total = float(weights.sum())
     if abs(1 - total) < 1e-12:
         return mixed
 
-    def kept(new: Tensor, old: Tensor) -> Tensor:
+    def param(new: Tensor, old: Tensor) -> Tensor:
         return new + (1 - total) * old if new.is_floating_point() else new
 
-    def mean(new: Tensor, old: Tensor) -> Tensor:
-        return kept(new, old) if total < 1 or not new.is_floating_point() else new / total
+    def buffer(new: Tensor, old: Tensor) -> Tensor:
+        return param(new, old) if total < 1 or not new.is_floating_point() else new / total
 
     return Model(
-        params=tree.map(kept, mixed["params"], model["params"]),
-        buffers=tree.map(mean, mixed["buffers"], model["buffers"]),
+        params=tree.map(param, mixed["params"], model["params"]),
+        buffers=tree.map(buffer, mixed["buffers"], model["buffers"]),
     )
+
+
+# What runs at a client: a subclass that overrides one of these has client steps of its own.
+CLIENT_SIDE = ("objective", "steps", "train", "descend", "personal", "give_personal", "evaluate", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
-    """The contract of all methods; each says what is special to it.
+    """The base class of all methods; each subclass adds what is special to it.
 
     Args:
-        lr: the step size of local training.
-        local_steps: local steps a round, the paper's synchronisation gap tau.
-        batch_size: samples a local step; None takes all of the client's data.
-        loss_samples: how many of a client's train samples at most its loss or objective is measured on, where the
+        lr: the learning rate of local training.
+        local_steps: local steps per round, the paper's synchronisation gap tau.
+        batch_size: samples per local step; None takes all of the client's data.
+        loss_samples: how many of a client's training samples at most its loss or objective is measured on, where the
             method or the records need it; None takes all.
-        clip_update_norm: how far at most one client's model may be from the one it received; None is no bound.
+        clip_update_norm: the largest norm of one client's update; longer ones are scaled down. None is no bound.
         aggregate: how the server averages: "mean", or "median", "trimmed-mean" and "geometric-median", which a few bad
             clients cannot move far. They keep to the method's weights.
         trim: the share of the weight that "trimmed-mean" leaves out at either end.
-        personal_steps: local steps from the global model to the one that a client would use; None is 1, or as many as a
+        personal_steps: local steps from the global model to a client's personal one; None is 1, or as many as a
             meta-learning method trains for. They are taken when a client is evaluated and never sent.
     """
 
@@ -125,16 +139,18 @@ class Algorithm(ABC):
     sends: ClassVar[str]
     """What travels each way in a round, per participant; d is the number of parameters."""
     elementwise: ClassVar[bool] = True
-    """Whether its client steps are elementwise in parameters and losses, but for what the learner does.
+    """Whether its client steps are elementwise in parameters and losses, except for what the learner does.
 
-    Then an engine may hand them tensors with many clients in front. A class of the reader's own says so itself.
+    Then an engine may hand them tensors with many clients in front. It is inherited by subclasses that change no client
+    step; one that does says it again, since a step that takes, say, a norm would take that of all clients at once.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        # Not inherited from here: a step that takes the norm of all parameters would take that of all clients.
-        if "elementwise" not in cls.__dict__:
-            cls.elementwise = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+        if "name" not in cls.__dict__:  # a name that is not given is the class's own, never that of its base
+            cls.name = cls.__name__.lower()
+        if "elementwise" not in cls.__dict__ and any(step in cls.__dict__ for step in CLIENT_SIDE):
+            cls.elementwise = False
 
     def __post_init__(self) -> None:
         checks.positive("lr", self.lr)
@@ -152,15 +168,19 @@ class Algorithm(ABC):
     def check(self, clients: int, participants: int) -> None:  # noqa: B027 - most methods take any number
         """Refuse, or warn of, a number of participants that the method cannot use."""
 
-    def blend(self, model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
-        """The new model, ``w + sum_i r_i (w_i - w)``, with the bounds on what one client can move."""
+    def advance(self, state: State, replies: Replies, weights: Tensor) -> State:
+        """The state with its model moved by the aggregated update; all else in it is handed on."""
+        return {**state, "model": self.averaged(state["model"], replies, weights)}
+
+    def averaged(self, model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
+        """The model moved by the weighted mean of the clients' updates, with the bounds on what one client can do."""
         if self.aggregate == "mean" and self.clip_update_norm is None:
-            return blend(model, replies, weights, name)
+            return weighted_average(model, replies, weights, name)
         scale = torch.ones_like(weights)
         if self.clip_update_norm is not None:
             distances = replies.squared_distances((name, "params"), model["params"]).sqrt()
             scale = (self.clip_update_norm / distances).clamp(max=1).nan_to_num(1.0)
-        mixed = blend(model, replies, weights * scale, name)
+        mixed = weighted_average(model, replies, weights * scale, name)
         if self.aggregate == "mean":
             return mixed
         near = model["params"]
@@ -169,7 +189,7 @@ class Algorithm(ABC):
             for reply, s in zip(replies.each(name), scale.tolist(), strict=True)
         ]
         total = float(weights.sum())
-        if total <= 0:  # nobody present has any weight
+        if total <= 0:  # no participant has any weight
             return mixed
         stacked = tree.map(lambda *parts: torch.stack(parts), *clipped)
         centre = robust_mean(self.aggregate, stacked, weights / total, self.trim)
@@ -182,8 +202,8 @@ class Algorithm(ABC):
         return {"model": model}
 
     @abstractmethod
-    def round(self, state: State, here: Round) -> tuple[State, Used]:
-        """One round: sample clients, ask them, combine their replies."""
+    def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
+        """One round: sample clients, ask them for a step, aggregate their replies."""
 
     def reported(self, state: State) -> Model:
         """The model that is evaluated and given back."""
@@ -195,7 +215,7 @@ class Algorithm(ABC):
         return values.mean()
 
     def explain(self, error: Diverged) -> str:
-        """What to do when training has left the finite numbers."""
+        """What to do when training has diverged (NaN or infinity)."""
         return "Use a smaller lr, or fewer local_steps."
 
     # What a client does.
@@ -205,8 +225,8 @@ class Algorithm(ABC):
         return LocalLoss(learner)
 
     @property
-    def own_problem(self) -> bool:
-        """Whether a client's objective is the reader's own, which needs neither a module nor a loss function."""
+    def has_custom_problem(self) -> bool:
+        """Whether a client's objective is a ``Composition``, which needs neither a module nor a loss function."""
         return False
 
     @property
@@ -221,23 +241,33 @@ class Algorithm(ABC):
     def steps(self) -> dict[str, Step]:
         """The client steps by name."""
         personal = Draw("train", self.batch_size, self.adaptation[1], purpose="personal")
-        value = {f"value {split}": Draw(split, self.loss_samples, bounded=True) for split in ("train", "outer")}
-        splits = {"train": value["value train"], **{split: Draw(split) for split in SPLITS[1:]}}
-        outer = {f"outer of {split}": Draw("outer", instead=split) for split in SPLITS[1:]}
         return {
             "train": Step(self.train, self.draws(), sends=self.reply()),
             "evaluate": Step(
                 self.evaluate,
-                {**splits, **outer, **value, "personal": personal},
+                {
+                    Data.TRAIN: Draw("train", self.loss_samples, bounded=True),
+                    **{split: Draw(split) for split in HELD_OUT},
+                    **{outer: Draw("outer", instead=split) for split, outer in HELD_OUT.items()},
+                    **self.value_draws(),
+                    Data.PERSONAL: personal,
+                },
                 noise="personal",
                 sends={"scores": NUMBERS, "value": NUMBER},
             ),
-            "personal": Step(self.give_personal, {"personal": personal}, noise="personal"),
+            "personal": Step(self.give_personal, {Data.PERSONAL: personal}, noise="personal"),
+        }
+
+    def value_draws(self) -> dict[str, Draw]:
+        """The data that the objective's value is measured on."""
+        return {
+            Data.VALUE_TRAIN: Draw("train", self.loss_samples, bounded=True),
+            Data.VALUE_OUTER: Draw("outer", self.loss_samples, bounded=True),
         }
 
     def draws(self) -> dict[str, Draw]:
         """The batches of local training."""
-        return {"inner": Draw("train", self.batch_size, self.local_steps)}
+        return {Data.INNER: Draw("train", self.batch_size, self.local_steps)}
 
     def reply(self) -> dict[str, str]:
         """What a client sends after local training."""
@@ -253,40 +283,41 @@ class Algorithm(ABC):
         learner: Learner,
         model: Model,
         batches: Batches,
-        slope: Slope = torch.ones_like,
+        slope: Slope | None = None,
         anchor: tuple[float, Params] | None = None,
     ) -> Descent:
         """Local training on the method's objective with the batches of ``draws``."""
-        inner = batches["inner"]
-        outer, hessian = batches.get("outer", inner), batches.get("hessian")
+        inner = batches[Data.INNER]
+        outer, hessian = batches.get(Data.OUTER, inner), batches.get(Data.HESSIAN)
         return descend(self.objective(learner), model, inner, outer, self.lr, slope, hessian, anchor)
 
     def personal(self, learner: Learner, model: Model, state: Tree, batches: Batches) -> Model:
-        """The model that this client would use: by default the global one after a step on its own train data."""
+        """The client's personal model: by default the global one after a step on the client's own training data."""
         rate, steps = self.adaptation
         if learner.loss_function is None or steps == 0:
             return model
-        own = batches["personal"]
+        own = batches[Data.PERSONAL]
         return descend(LocalLoss(learner), model, own, own, rate).model
 
     def give_personal(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        """The personal model itself: asked for after training, by whoever runs the simulation."""
+        """The personal model itself, asked for after training."""
         return Outcome({"model": self.personal(learner, message["model"], state, batches)})
 
     def evaluate(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         """Loss and metrics of the global and the personal model on each split, and the objective's value."""
         objective, model = self.objective(learner), message["model"]
-        if learner.loss_function is None:  # the reader's own problem: its value is all there is to measure
-            value = objective.value(model, batches["value train"][0], batches["value outer"][0])
+        value_data = batches[Data.VALUE_TRAIN], batches[Data.VALUE_OUTER]
+        if learner.loss_function is None:  # a Composition: its value is all there is to measure
+            value = objective.value(model, *(data[0] for data in value_data))
             losses = {
-                f"{split}.loss": objective.value(model, data, batches[f"outer of {split}"][0])
-                for split in SPLITS[1:]
+                f"{split}.loss": objective.value(model, data, batches[outer][0])
+                for split, outer in HELD_OUT.items()
                 for data in batches[split]
             }
             return Outcome({"scores": {"train.loss": value, **losses}, "value": value})
         personal = self.personal(learner, model, state, batches)  # first, so that it sees the noise of its own step
         scores: dict[str, Tensor] = {}
-        for split in SPLITS:
+        for split in (Data.TRAIN, *HELD_OUT):
             for data in batches[split]:
                 scores |= {f"{split}.{name}": score for name, score in learner.scores(model, data).items()}
                 if personal is not model:
@@ -294,64 +325,10 @@ class Algorithm(ABC):
                     scores |= {f"{split}.personal_{name}": score for name, score in own.items()}
         if isinstance(objective, LocalLoss) and self.loss_samples is None:
             return Outcome({"scores": scores, "value": scores["train.loss"]})  # measured already
-        value = objective.value(model, batches["value train"][0], batches["value outer"][0])
-        return Outcome({"scores": scores, "value": value})
-
-
-class Renamed(Algorithm):
-    """A method that is another one under a name and arguments of its own."""
-
-    @property
-    @abstractmethod
-    def method(self) -> Algorithm:
-        """The method that this one is."""
-
-    def common(self) -> dict[str, Any]:
-        """The arguments that all methods share."""
-        return {field.name: getattr(self, field.name) for field in fields(Algorithm)}
-
-    def __post_init__(self) -> None:
-        self.method  # noqa: B018 - its own checks are the checks
-
-    def init(self, model: Model, clients: int) -> State:
-        return self.method.init(model, clients)
-
-    def round(self, state: State, here: Round) -> tuple[State, Used]:
-        return self.method.round(state, here)
-
-    def reported(self, state: State) -> Model:
-        return self.method.reported(state)
-
-    def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
-        return self.method.combined(values, sizes)
-
-    def explain(self, error: Diverged) -> str:
-        return self.method.explain(error)
-
-    def objective(self, learner: Learner) -> Objective:
-        return self.method.objective(learner)
-
-    @property
-    def adaptation(self) -> tuple[float, int]:
-        return self.method.adaptation
-
-    def client_state(self, model: Model) -> Tree:
-        return self.method.client_state(model)
-
-    def check(self, clients: int, participants: int) -> None:
-        self.method.check(clients, participants)
-
-    def draws(self) -> dict[str, Draw]:
-        return self.method.draws()
-
-    def reply(self) -> dict[str, str]:
-        return self.method.reply()
-
-    def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        return self.method.train(learner, message, state, batches)
+        return Outcome({"scores": scores, "value": objective.value(model, *(data[0] for data in value_data))})
 
 
 def adapt_draws(adapt: Adapt, batch_size: int | None, outer_size: int | None, count: int) -> dict[str, Draw]:
     """The further batches of a local step through ``Adapt``: D' for the loss there, and D'' where it has its own."""
-    draws = {"outer": Draw("outer", outer_size, count)}
-    return draws | ({"hessian": Draw("train", batch_size, count)} if adapt.draws_hessian_batch else {})
+    hessian: dict[str, Draw] = {Data.HESSIAN: Draw("train", batch_size, count)} if adapt.draws_hessian_batch else {}
+    return {Data.OUTER: Draw("outer", outer_size, count), **hessian}

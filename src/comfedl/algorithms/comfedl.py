@@ -13,25 +13,135 @@ import torch
 from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
-from comfedl.algorithms.context import Round, Used
+from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core import client_vector
-from comfedl.core.objectives import Adapt, Adapted, Composition, Learner, LocalLoss, Model, Objective, Own
+from comfedl.core.learner import Learner, Model
+from comfedl.core.objectives import Adapt, Adapted, Composition, CompositionObjective, LocalLoss, Objective
 from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable
-from comfedl.core.protocol import NUMBER, Batches, Diverged, Draw, Outcome
+from comfedl.core.protocol import NUMBER, Batches, Data, Draw, Outcome
 from comfedl.utils import checks
-from comfedl.utils.errors import ConfigError
+from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.tree import Tree
 
 
+class Compositional(Algorithm):
+    """Algorithm 1 for any inner map and outer function; subclasses say which, from their own hyper-parameters."""
+
+    elementwise: ClassVar[bool] = True
+
+    @property
+    def adapt(self) -> Adapt | None:
+        """The inner map of meta-learning; None for the local loss."""
+        return None
+
+    @property
+    def g(self) -> Outer:
+        """The outer function."""
+        return Identity()
+
+    @property
+    def composition(self) -> Composition | None:
+        """The user's two-level problem, in place of the inner map."""
+        return None
+
+    @property
+    def outer_size(self) -> int | None:
+        """Samples per step for the outer function of ``Adapt`` or of a composition; None is all."""
+        return self.batch_size
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.adapt, self.g  # noqa: B018 - their own checks
+
+    def init(self, model: Model, clients: int) -> State:
+        state: State = {"model": model}
+        if isinstance(self.g, Coupled):
+            # Each client's last known loss; NaN until it has taken part.
+            state["losses"] = client_vector.full(clients, torch.nan)
+        return state
+
+    def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
+        replies = context.ask("train", context.sample(), {"model": state["model"]})
+        chosen = list(replies.clients)
+        if isinstance(self.g, Coupled):
+            # The participants' weights among themselves: for a softmax, those of all scaled to add up to 1; a cap or a
+            # quantile holds among them. Scaling those of all by n / m would be unbiased, but it stops training: losses
+            # that are not seen again stay high while the model gets better, and the participants are left with nothing.
+            seen = replies.numbers("loss")
+            losses = client_vector.put(state["losses"], chosen, seen)
+            weights, duals = self.g.weights(seen), known_weights(self.g, losses) if context.recorded else None
+            state = {**state, "losses": losses}
+        else:
+            weights, duals = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64), None
+        return self.advance(state, replies, weights), Participation(chosen, weights, duals)
+
+    def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return self.g.objective(values)
+
+    def explain(self, error: Diverged) -> str:
+        return self.g.explain(error.loss, error.weight)
+
+    def objective(self, learner: Learner) -> Objective:
+        if self.composition is not None:
+            return CompositionObjective(self.composition)
+        return LocalLoss(learner) if self.adapt is None else Adapted(learner, self.adapt)
+
+    @property
+    def has_custom_problem(self) -> bool:
+        return self.composition is not None
+
+    def check(self, clients: int, participants: int) -> None:
+        if isinstance(self.g, Coupled) and participants == 1 < clients:
+            warnings.warn(
+                f"With one client per round its weight is always 1, so {self.g} has no effect; use 2 clients_per_round "
+                "or more.",
+                stacklevel=3,
+            )
+        wanted = self.g.effective_clients if isinstance(self.g, KL) else None
+        if wanted is not None and wanted >= participants > 1:
+            warnings.warn(
+                f"effective_clients is {wanted:g} and {participants} clients take part in a round, so all weigh the "
+                "same; it counts among the participants: use a smaller number for robust weights.",
+                stacklevel=3,
+            )
+
+    @property
+    def adaptation(self) -> tuple[float, int]:
+        if self.adapt is None:
+            return super().adaptation
+        return self.adapt.lr, self.adapt.steps if self.personal_steps is None else self.personal_steps
+
+    def draws(self) -> dict[str, Draw]:
+        draws = super().draws()
+        if self.adapt is not None:
+            draws |= adapt_draws(self.adapt, self.batch_size, self.outer_size, self.local_steps)
+        elif self.composition is not None:
+            draws[Data.OUTER] = Draw("outer", self.outer_size, self.local_steps)
+        return draws | (self.value_draws() if isinstance(self.g, Coupled) else {})
+
+    def reply(self) -> dict[str, str]:
+        return super().reply() | ({"loss": NUMBER} if isinstance(self.g, Coupled) else {})
+
+    def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        # Only a separable outer scales the client's gradients, and the identity's slope is 1.
+        slope = self.g.slope if isinstance(self.g, Separable) and not isinstance(self.g, Identity) else None
+        trained = self.descend(learner, message["model"], batches, slope)
+        reply: dict[str, Tree] = {"model": trained.model}
+        if isinstance(self.g, Coupled):
+            data, outer_data = batches[Data.VALUE_TRAIN][0], batches[Data.VALUE_OUTER][0]
+            reply["loss"] = self.objective(learner).value(message["model"], data, outer_data)
+        return Outcome(reply, watched=trained.watched)
+
+
 @dataclass(frozen=True)
-class ComFedL(Algorithm):
-    """Minimise mean_i g(F_i(w)): F_i is a client's loss, its loss after adapting, or the reader's own composition.
+class ComFedL(Compositional):
+    """Minimise mean_i g(F_i(w)), where F_i is a client's loss, its loss after adapting, or a composition of the user's.
 
     Args:
         inner: None for the local loss, ``Adapt(lr)`` for the loss after adapting to the client (meta-learning).
         outer: the function of the clients' values: ``Identity()`` (the default), ``KL(gamma)``, ``Exp(gamma)``, ...
-        problem: the reader's own ``Composition(inner, outer)``, in place of ``inner``.
-        outer_batch_size: b1, samples a step for the outer function of ``Adapt`` or ``problem``: a number, "same" as
+        problem: a two-level problem of your own, ``Composition(inner, outer)``, in place of ``inner``.
+        outer_batch_size: b1, samples per step for the outer function of ``Adapt`` or ``problem``: a number, "same" as
             batch_size, or "all" of the client's outer data.
     """
 
@@ -63,91 +173,22 @@ class ComFedL(Algorithm):
             checks.at_least("outer_batch_size", self.outer_batch_size, 1)
 
     @property
+    def adapt(self) -> Adapt | None:
+        return self.inner
+
+    @property
     def g(self) -> Outer:
-        """The outer function in use."""
         return self.outer or Identity()
 
-    def init(self, model: Model, clients: int) -> State:
-        state: State = {"model": model}
-        if isinstance(self.g, Coupled):
-            # Each client's last known loss; NaN until it has taken part.
-            state["losses"] = client_vector.full(clients, torch.nan)
-        return state
-
-    def round(self, state: State, here: Round) -> tuple[State, Used]:
-        replies = here.ask("train", here.sample(), {"model": state["model"]})
-        chosen = list(replies.clients)
-        if isinstance(self.g, Coupled):
-            # The participants' weights among themselves: for a softmax, those of all scaled to add up to 1; a cap or a
-            # quantile holds among them. Scaling those of all by n / m would be unbiased, but it stops training: losses
-            # that are not seen again stay high while the model gets better, and the participants are left with nothing.
-            seen = replies.numbers("loss")
-            losses = client_vector.put(state["losses"], chosen, seen)
-            weights, duals = self.g.weights(seen), known_weights(self.g, losses) if here.recorded else None
-            state = {**state, "losses": losses}
-        else:
-            weights, duals = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64), None
-        return {**state, "model": self.blend(state["model"], replies, weights)}, Used(chosen, weights, duals)
-
-    def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
-        return self.g.objective(values)
-
-    def explain(self, error: Diverged) -> str:
-        return self.g.explain(error.loss, error.weight)
-
-    def objective(self, learner: Learner) -> Objective:
-        if self.problem is not None:
-            return Own(self.problem)
-        return LocalLoss(learner) if self.inner is None else Adapted(learner, self.inner)
+    @property
+    def composition(self) -> Composition | None:
+        return self.problem
 
     @property
-    def own_problem(self) -> bool:
-        return self.problem is not None
-
-    def check(self, clients: int, participants: int) -> None:
-        if isinstance(self.g, Coupled) and participants == 1 < clients:
-            warnings.warn(
-                f"With one client a round its weight is always 1, so {self.g} has no effect; use 2 clients_per_round "
-                "or more.",
-                stacklevel=3,
-            )
-        wanted = self.g.effective_clients if isinstance(self.g, KL) else None
-        if wanted is not None and wanted >= participants > 1:
-            warnings.warn(
-                f"effective_clients is {wanted:g} and {participants} clients take part in a round, so all weigh the "
-                "same; it counts among the participants: use a smaller number for robust weights.",
-                stacklevel=3,
-            )
-
-    @property
-    def adaptation(self) -> tuple[float, int]:
-        if self.inner is None:
-            return super().adaptation
-        return self.inner.lr, self.inner.steps if self.personal_steps is None else self.personal_steps
-
-    def draws(self) -> dict[str, Draw]:
-        draws = super().draws()
-        sizes = {"same": self.batch_size, "all": None}
-        size = sizes[self.outer_batch_size] if isinstance(self.outer_batch_size, str) else self.outer_batch_size
-        if self.inner is not None:
-            draws |= adapt_draws(self.inner, self.batch_size, size, self.local_steps)
-        elif self.problem is not None:
-            draws["outer"] = Draw("outer", size, self.local_steps)
-        if isinstance(self.g, Coupled):
-            draws |= {f"value {split}": Draw(split, self.loss_samples, bounded=True) for split in ("train", "outer")}
-        return draws
-
-    def reply(self) -> dict[str, str]:
-        return super().reply() | ({"loss": NUMBER} if isinstance(self.g, Coupled) else {})
-
-    def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        slope = self.g.slope if isinstance(self.g, Separable) else torch.ones_like
-        trained = self.descend(learner, message["model"], batches, slope)
-        reply: dict[str, Tree] = {"model": trained.model}
-        if isinstance(self.g, Coupled):
-            data, outer_data = batches["value train"][0], batches["value outer"][0]
-            reply["loss"] = self.objective(learner).value(message["model"], data, outer_data)
-        return Outcome(reply, watched=trained.watched)
+    def outer_size(self) -> int | None:
+        if isinstance(self.outer_batch_size, str):
+            return self.batch_size if self.outer_batch_size == "same" else None
+        return self.outer_batch_size
 
 
 def known_weights(outer: Coupled, losses: Tree) -> Tensor:

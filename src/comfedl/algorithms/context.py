@@ -1,4 +1,4 @@
-"""A round as an algorithm sees it: who there is, random draws, a way to ask clients, and what has been sent."""
+"""A round as an algorithm sees it: the clients, random draws, a way to ask clients for a step, and the traffic."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from comfedl.utils import rng, tree
 from comfedl.utils.tree import Tree
 
 
-class Used(NamedTuple):
-    """Who took part in a round and with which weight in the new model; and every client's dual weight, if learnt."""
+class Participation(NamedTuple):
+    """Who took part in a round, with which weight in the new model, and every client's dual weight if it is learnt."""
 
     clients: Sequence[int]
     weights: Tensor
@@ -27,7 +27,7 @@ class Used(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Bytes that have travelled, counted from the messages and the replies themselves."""
+    """Bytes sent, counted from the messages and the replies themselves."""
 
     up_bytes: int = 0
     down_bytes: int = 0
@@ -41,8 +41,8 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Round:
-    """One round, as an algorithm sees it: who there is, random draws, and a way to ask clients."""
+class RoundContext:
+    """One round, as an algorithm sees it."""
 
     number: int
     seed: int
@@ -52,16 +52,16 @@ class Round:
     screen: Screen | None = None
     steps: Mapping[str, Step] = field(default_factory=dict)
     recorded: bool = True
-    """Whether the round is evaluated: what is for the records alone need not be worked out where it is not."""
+    """Whether the round is evaluated; if not, what only the records need is not computed."""
 
     @property
     def clients(self) -> int:
-        """How many clients there are in all."""
+        """The number of clients."""
         return len(self.engine.names)
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """How many train samples each client has."""
+        """The number of training samples of each client."""
         return self.engine.sizes
 
     def rng(self, purpose: str) -> np.random.Generator:
@@ -69,7 +69,7 @@ class Round:
         return rng.generator(self.seed, purpose, self.number)
 
     def sample(self, purpose: str = "clients") -> list[int]:
-        """Choose the round's clients uniformly without replacement, among those that are not in quarantine."""
+        """Draw the round's clients uniformly without replacement, leaving out those in quarantine."""
         barred = self._barred()
         allowed = self.clients - len(barred)
         if self.screen is not None:
@@ -81,18 +81,18 @@ class Round:
         return _skipping(sorted(chosen.tolist()), barred)
 
     def sample_by(self, weights: NDArray[Any], replace: bool = False) -> list[int]:
-        """Choose the round's clients with chances in proportion to weights; with ``replace`` one may come twice."""
-        shares = weights.astype(np.float64)
-        shares[self._barred()] = 0.0
-        if not shares.any():  # all the weight is on clients in quarantine
-            shares[:] = 1.0
-            shares[self._barred()] = 0.0
-        size = self.participants if replace else min(self.participants, int(np.count_nonzero(shares)))
-        shares /= shares.sum()
-        return sorted(self.rng("clients").choice(self.clients, size=size, replace=replace, p=shares).tolist())
+        """Draw the round's clients in proportion to weights; with ``replace`` one may be drawn twice."""
+        probabilities = weights.astype(np.float64)
+        probabilities[self._barred()] = 0.0
+        if not probabilities.any():  # all the weight is on clients in quarantine
+            probabilities[:] = 1.0
+            probabilities[self._barred()] = 0.0
+        size = self.participants if replace else min(self.participants, int(np.count_nonzero(probabilities)))
+        probabilities /= probabilities.sum()
+        return sorted(self.rng("clients").choice(self.clients, size=size, replace=replace, p=probabilities).tolist())
 
     def sample_by_duals(self, weights: Tree) -> list[int]:
-        """Choose the round's clients with the chances of learnt weights (``core.dual_weights``); one may come twice."""
+        """Draw the round's clients by learnt weights (``core.dual_weights``), with replacement."""
         if isinstance(weights, Tensor):
             return self.sample_by(weights.numpy(), replace=True)
         return dual_weights.drawn(weights, self.rng("clients").random(self.participants), self._barred())
@@ -102,7 +102,7 @@ class Round:
         return [] if self.screen is None else sorted(filter(self.screen.barred, self.screen.offences))
 
     def ask(self, step: str, clients: Sequence[int], message: dict[str, Tree]) -> Replies:
-        """Ask these clients to do a named step with this message; ``clients`` of the replies says whose can be used."""
+        """Ask these clients for a named step with this message; ``replies.clients`` says whose replies are usable."""
         replies = self.engine.run(step, clients, message, self.number)
         self.traffic.count(message, clients, replies)
         if self.screen is None:

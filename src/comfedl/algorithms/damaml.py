@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
-from comfedl.algorithms.base import Renamed
-from comfedl.algorithms.comfedl import ComFedL
+from comfedl.algorithms.comfedl import Compositional
 from comfedl.core.objectives import Adapt
-from comfedl.core.outer_functions import KL, Exp
+from comfedl.core.outer_functions import KL, Exp, Outer
 from comfedl.utils import checks
 
 
 @dataclass(frozen=True)
-class DAMAML(Renamed):
+class DAMAML(Compositional):
     """``ComFedL(inner=Adapt(adapt_lr), outer=KL(gamma))``: the worst-off client's loss after adapting counts most.
 
     Args:
@@ -38,9 +38,11 @@ class DAMAML(Renamed):
     goal: ClassVar[str] = "min_w g log (1/n) sum_i exp(f_i(w - a grad f_i(w)) / g), eq. (10)"
     sends: ClassVar[str] = "down d; up d (+ 1 loss with the outer kl)"
 
-    @property
-    def method(self) -> ComFedL:
+    @cached_property
+    def adapt(self) -> Adapt:
+        return Adapt(self.adapt_lr, self.adapt_steps, self.order, self.delta, self.hessian_batch)
+
+    @cached_property
+    def g(self) -> Outer:
         checks.one_of("outer", self.outer, ("kl", "exp"))
-        adapt = Adapt(self.adapt_lr, self.adapt_steps, self.order, self.delta, self.hessian_batch)
-        outer = KL(self.gamma, self.cap) if self.outer == "kl" else Exp(self.gamma)
-        return ComFedL(inner=adapt, outer=outer, **self.common())
+        return KL(self.gamma, self.cap) if self.outer == "kl" else Exp(self.gamma)

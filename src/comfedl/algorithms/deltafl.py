@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
-from comfedl.algorithms.context import Round, Used
-from comfedl.core.objectives import Learner, LocalLoss
+from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.core.learner import Learner
+from comfedl.core.objectives import LocalLoss
 from comfedl.core.protocol import NUMBER, Batches, Draw, Outcome, Step
 from comfedl.utils import checks
 from comfedl.utils.tree import Tree
@@ -36,21 +37,22 @@ class DeltaFL(Algorithm):
     paper: ClassVar[str] = "Pillutla et al., Machine Learning 2023"
     goal: ClassVar[str] = "min_w CVaR_level of f_i(w), clients weighed by n_i"
     sends: ClassVar[str] = "down d; up 1 loss; then up d from clients above the quantile"
+    elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.between("level", self.level, 0, 1)
 
-    def round(self, state: State, here: Round) -> tuple[State, Used]:
-        first = here.ask("loss", here.sample(), {"model": state["model"]})
+    def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
+        first = context.ask("loss", context.sample(), {"model": state["model"]})
         chosen, losses = first.clients, first.numbers("loss").numpy()
-        sizes = here.sizes[chosen]
+        sizes = context.sizes[chosen]
         tail = losses >= _quantile(losses, sizes, self.level)
         kept = [client for client, inside in zip(chosen, tail, strict=True) if inside]
-        replies = here.ask("train", kept, {})  # the model is there already
-        counts = torch.from_numpy(here.sizes[replies.clients]).double()
+        replies = context.ask("train", kept, {})  # the model is there already
+        counts = torch.from_numpy(context.sizes[replies.clients]).double()
         weights = counts / counts.sum()
-        return {"model": self.blend(state["model"], replies, weights)}, Used(replies.clients, weights)
+        return self.advance(state, replies, weights), Participation(replies.clients, weights)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         # The superquantile itself: the client at the boundary counts only as far as it is in the tail.

@@ -10,9 +10,11 @@ from typing import ClassVar
 
 from comfedl.algorithms.base import descend
 from comfedl.algorithms.fedavg import FedAvg
-from comfedl.core.objectives import Learner, LocalLoss, Model
-from comfedl.core.protocol import Batches, Diverged, Outcome
+from comfedl.core.learner import Learner, Model
+from comfedl.core.objectives import LocalLoss
+from comfedl.core.protocol import Batches, Data, Outcome
 from comfedl.utils import checks
+from comfedl.utils.errors import Diverged
 from comfedl.utils.tree import Tree
 
 
@@ -30,6 +32,7 @@ class Ditto(FedAvg):
     paper: ClassVar[str] = "Li et al., ICML 2021"
     goal: ClassVar[str] = "for each client min_v f_k(v) + (lam/2) ||v - w||^2, w from FedAvg"
     sends: ClassVar[str] = "down d; up d; the personal model never leaves its client"
+    elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +42,7 @@ class Ditto(FedAvg):
         return model
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        received, inner = message["model"], batches["inner"]
+        received, inner = message["model"], batches[Data.INNER]
         trained = self.descend(learner, received, batches)
         # The same batches, and the anchor is the model received: it stays put while the global one is trained.
         anchor = (self.lam, received["params"])

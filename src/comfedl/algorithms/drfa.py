@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
-from comfedl.algorithms.context import Round, Used
+from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core import dual_weights
-from comfedl.core.objectives import Learner, LocalLoss, Model
-from comfedl.core.protocol import MODEL, NUMBER, Batches, Draw, Outcome, Step
+from comfedl.core.learner import Learner, Model
+from comfedl.core.objectives import LocalLoss
+from comfedl.core.protocol import MODEL, NUMBER, Batches, Data, Draw, Outcome, Step
 from comfedl.utils import checks
 from comfedl.utils.tree import Tree
 
@@ -42,6 +43,7 @@ class DRFA(Algorithm):
     paper: ClassVar[str] = "Deng et al., NeurIPS 2020"
     goal: ClassVar[str] = "min_w max_lambda sum_i lambda_i f_i(w), lambda on the simplex"
     sends: ClassVar[str] = "down d + 1 int; up 2 d; and for the second sample down d, up 1 loss"
+    elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,21 +53,21 @@ class DRFA(Algorithm):
     def init(self, model: Model, clients: int) -> State:
         return {"model": model, "duals": dual_weights.uniform(clients)}
 
-    def round(self, state: State, here: Round) -> tuple[State, Used]:
-        model, lambdas, n = state["model"], state["duals"], here.clients
+    def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
+        model, lambdas, n = state["model"], state["duals"], context.clients
         # With replacement, so that the plain mean is unbiased for the sum with weights lambda.
-        drawn = here.sample_by_duals(lambdas)
-        snapshot = torch.tensor(int(here.rng("snapshot").integers(1, self.local_steps + 1)), dtype=torch.int32)
-        replies = here.ask("train", drawn, {"model": model, "snapshot": snapshot})
+        drawn = context.sample_by_duals(lambdas)
+        snapshot = torch.tensor(int(context.rng("snapshot").integers(1, self.local_steps + 1)), dtype=torch.int32)
+        replies = context.ask("train", drawn, {"model": model, "snapshot": snapshot})
         mean = torch.full((len(replies.clients),), 1 / len(replies.clients), dtype=torch.float64)
-        at_snapshot = self.blend(model, replies, mean, "snapshot")
+        at_snapshot = self.averaged(model, replies, mean, "snapshot")
 
-        second = here.ask("loss", here.sample("losses"), {"model": at_snapshot})
+        second = context.ask("loss", context.sample("losses"), {"model": at_snapshot})
         losses, seen = second.numbers("loss"), second.clients
         slope = (n / len(seen)) * (losses - losses.mean() if self.baseline else losses)  # of the others it is 0
         moved = dual_weights.ascended(lambdas, seen, self.local_steps * self.dual_lr * slope)
-        new = {"model": self.blend(model, replies, mean), "duals": dual_weights.floored(moved, self.floor)}
-        return new, Used(replies.clients, mean, dual_weights.whole(lambdas) if here.recorded else None)
+        state = {**self.advance(state, replies, mean), "duals": dual_weights.floored(moved, self.floor)}
+        return state, Participation(replies.clients, mean, dual_weights.whole(lambdas) if context.recorded else None)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return values.max()
@@ -78,11 +80,11 @@ class DRFA(Algorithm):
         return {**super().reply(), "snapshot": MODEL}
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        t, inner = int(message["snapshot"]), batches["inner"]
-        first = self.descend(learner, message["model"], {"inner": inner[:t]})
+        t, inner = int(message["snapshot"]), batches[Data.INNER]
+        first = self.descend(learner, message["model"], {Data.INNER: inner[:t]})
         if t == self.local_steps:
             return Outcome({"model": first.model, "snapshot": first.model}, watched=first.watched)
-        rest = self.descend(learner, first.model, {"inner": inner[t:]})
+        rest = self.descend(learner, first.model, {Data.INNER: inner[t:]})
         watched = {name: torch.cat([first.watched[name], rest.watched[name]]) for name in first.watched}
         return Outcome({"model": rest.model, "snapshot": first.model}, watched=watched)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
-from comfedl.algorithms.context import Round, Used
+from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.utils import checks
 
 WEIGHTINGS = ("samples", "uniform")
@@ -24,7 +24,7 @@ class FedAvg(Algorithm):
     """Federated averaging.
 
     Args:
-        weighting: "samples" weighs a participant by its share of the participants' samples, "uniform" all alike.
+        weighting: "samples" weighs participants by their number of samples, "uniform" weighs all alike.
     """
 
     weighting: str = field(default="samples", kw_only=True)
@@ -38,11 +38,10 @@ class FedAvg(Algorithm):
         super().__post_init__()
         checks.one_of("weighting", self.weighting, WEIGHTINGS)
 
-    def round(self, state: State, here: Round) -> tuple[State, Used]:
-        chosen = here.sample()
-        replies = here.ask("train", chosen, {"model": state["model"]})
-        weights = self._weights(torch.from_numpy(here.sizes[replies.clients]))
-        return {"model": self.blend(state["model"], replies, weights)}, Used(replies.clients, weights)
+    def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
+        replies = context.ask("train", context.sample(), {"model": state["model"]})
+        weights = self._weights(torch.from_numpy(context.sizes[replies.clients]))
+        return self.advance(state, replies, weights), Participation(replies.clients, weights)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return (self._weights(sizes) * values).sum()

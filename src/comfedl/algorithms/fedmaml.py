@@ -7,15 +7,15 @@ with the inner map ``Adapt`` and no outer function: eq. (7) of the ComFedL paper
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
-from comfedl.algorithms.base import Renamed
-from comfedl.algorithms.comfedl import ComFedL
+from comfedl.algorithms.comfedl import Compositional
 from comfedl.core.objectives import Adapt
 
 
 @dataclass(frozen=True)
-class FedMAML(Renamed):
+class FedMAML(Compositional):
     """Train an initialisation that suits each client after ``adapt_steps`` steps of size ``adapt_lr`` on its own data.
 
     Args:
@@ -37,7 +37,6 @@ class FedMAML(Renamed):
     goal: ClassVar[str] = "min_w (1/n) sum_i f_i(w - a grad f_i(w)), eq. (7)"
     sends: ClassVar[str] = "down d; up d"
 
-    @property
-    def method(self) -> ComFedL:
-        adapt = Adapt(self.adapt_lr, self.adapt_steps, self.order, self.delta, self.hessian_batch)
-        return ComFedL(inner=adapt, **self.common())
+    @cached_property
+    def adapt(self) -> Adapt:
+        return Adapt(self.adapt_lr, self.adapt_steps, self.order, self.delta, self.hessian_batch)

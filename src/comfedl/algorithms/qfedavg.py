@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
-from comfedl.algorithms.context import Round, Used
-from comfedl.core.objectives import Learner, LocalLoss
-from comfedl.core.protocol import NUMBER, Batches, Diverged, Draw, Outcome
+from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.core.learner import Learner
+from comfedl.core.objectives import LocalLoss
+from comfedl.core.protocol import NUMBER, Batches, Draw, Outcome
 from comfedl.utils import checks
-from comfedl.utils.errors import ConfigError
+from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.tree import Tree
 
 SAMPLINGS = ("uniform", "samples")
@@ -39,16 +40,17 @@ class QFedAvg(Algorithm):
     paper: ClassVar[str] = "Li et al., ICLR 2020"
     goal: ClassVar[str] = "min_w (1/n) sum_i f_i(w)^(q+1) / (q+1)"
     sends: ClassVar[str] = "down d; up d + 1 loss"
+    elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.not_below("q", self.q, 0)
         checks.one_of("sampling", self.sampling, SAMPLINGS)
 
-    def round(self, state: State, here: Round) -> tuple[State, Used]:
-        chosen = here.sample() if self.sampling == "uniform" else here.sample_by(here.sizes)
+    def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
+        chosen = context.sample() if self.sampling == "uniform" else context.sample_by(context.sizes)
         model = state["model"]
-        replies = here.ask("train", chosen, {"model": model})
+        replies = context.ask("train", chosen, {"model": model})
         L = 1 / self.lr
         losses = replies.numbers("loss")
         if self.q and bool((losses < 0).any()):
@@ -60,7 +62,7 @@ class QFedAvg(Algorithm):
         log_h = torch.logaddexp(log_q + (self.q - 1) * log_f + log_g, math.log(L) + self.q * log_f)
         # w - sum_k Delta_k / sum_k h_k with Delta_k = F_k^q L (w - w_k)
         weights = torch.exp(self.q * log_f + math.log(L) - torch.logsumexp(log_h, dim=0))
-        return {"model": self.blend(model, replies, weights)}, Used(replies.clients, weights)
+        return self.advance(state, replies, weights), Participation(replies.clients, weights)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return (values ** (self.q + 1)).mean() / (self.q + 1)

@@ -7,15 +7,15 @@ Li, Beirami, Sanjabi, Smith: Tilted Empirical Risk Minimization, ICLR 2021. With
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
-from comfedl.algorithms.base import Renamed
-from comfedl.algorithms.comfedl import ComFedL
-from comfedl.core.outer_functions import Tilt
+from comfedl.algorithms.comfedl import Compositional
+from comfedl.core.outer_functions import Outer, Tilt
 
 
 @dataclass(frozen=True)
-class TERM(Renamed):
+class TERM(Compositional):
     """The tilted mean of the clients' losses.
 
     Args:
@@ -29,6 +29,6 @@ class TERM(Renamed):
     goal: ClassVar[str] = "min_w (1/t) log (1/n) sum_i exp(t f_i(w))"
     sends: ClassVar[str] = "down d; up d + 1 loss"
 
-    @property
-    def method(self) -> ComFedL:
-        return ComFedL(outer=Tilt(self.t), **self.common())
+    @cached_property
+    def g(self) -> Outer:
+        return Tilt(self.t)

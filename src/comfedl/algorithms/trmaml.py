@@ -12,9 +12,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
-from comfedl.algorithms.context import Round, Used
+from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core import dual_weights
-from comfedl.core.objectives import Adapt, Adapted, Learner, Model, Objective
+from comfedl.core.learner import Learner, Model
+from comfedl.core.objectives import Adapt, Adapted, Objective
 from comfedl.core.protocol import NUMBER, Batches, Draw, Outcome
 from comfedl.utils import checks
 from comfedl.utils.tree import Tree
@@ -41,6 +42,7 @@ class TRMAML(Algorithm):
     paper: ClassVar[str] = "Collins et al., NeurIPS 2020"
     goal: ClassVar[str] = "min_w max_p sum_i p_i f_i(w - a grad f_i(w)), p on the simplex, eq. (8)"
     sends: ClassVar[str] = "down d; up d + 1 loss after adapting"
+    elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,15 +56,15 @@ class TRMAML(Algorithm):
     def init(self, model: Model, clients: int) -> State:
         return {"model": model, "duals": dual_weights.uniform(clients)}
 
-    def round(self, state: State, here: Round) -> tuple[State, Used]:
+    def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
         p = state["duals"]
-        replies = here.ask("train", here.sample(), {"model": state["model"]})
+        replies = context.ask("train", context.sample(), {"model": state["model"]})
         chosen = replies.clients
-        scale = here.clients / len(chosen)
+        scale = context.clients / len(chosen)
         weights = scale * dual_weights.take(p, chosen)
         moved = dual_weights.ascended(p, chosen, self.dual_lr * (scale * replies.numbers("loss")))
-        new = {"model": self.blend(state["model"], replies, weights), "duals": moved}
-        return new, Used(chosen, weights, dual_weights.whole(p) if here.recorded else None)
+        state = {**self.advance(state, replies, weights), "duals": moved}
+        return state, Participation(chosen, weights, dual_weights.whole(p) if context.recorded else None)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return values.max()

@@ -83,7 +83,7 @@ class LocalLoss:
 
 @dataclass(frozen=True)
 class Composition:
-    """The reader's own two-level problem, min over w of mean_i g(E f(w; xi); zeta).
+    """A two-level problem of your own, min over w of mean_i g(E f(w; xi); zeta).
 
     Args:
         inner: ``inner(params, batch) -> y``; y is a scalar, a vector or a tree of tensors, a mean over the batch.
@@ -99,8 +99,8 @@ class Composition:
 
 
 @dataclass(frozen=True)
-class Own:
-    """The objective of a reader's ``Composition``."""
+class CompositionObjective:
+    """The objective of a ``Composition``."""
 
     composition: Composition
 
@@ -112,7 +112,7 @@ class Own:
         return value, pullback
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
-        # Both maps are the reader's: they get their data whole, since only they know whether they are means, and no
+        # Both maps are the user's: they get their data whole, since only they know whether they are means, and no
         # no_grad, since they may differentiate inside.
         y = self.composition.inner(model["params"], data)
         return self.composition.outer(y, outer_data).detach()

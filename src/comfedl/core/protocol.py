@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from comfedl.core.learner import Batch, Learner
 from comfedl.utils import tree
-from comfedl.utils.errors import ComfedlError
+from comfedl.utils.errors import Diverged
 from comfedl.utils.tree import Tree
 
 T = TypeVar("T")
@@ -42,15 +43,35 @@ class Draw:
     instead: str = "train"
 
 
+class Data(StrEnum):
+    """The names of the draws that all methods have. Random draws are keyed by them: a name must never change."""
+
+    INNER = "inner"
+    OUTER = "outer"
+    HESSIAN = "hessian"
+    PERSONAL = "personal"
+    VALUE_TRAIN = "value train"
+    """What the objective's inner value is measured on."""
+    VALUE_OUTER = "value outer"
+    """What its outer value is measured on."""
+    TRAIN = "train"
+    VALIDATION = "validation"
+    TEST = "test"
+    OUTER_OF_VALIDATION = "outer of validation"
+    """The outer data, or the validation data where there are none."""
+    OUTER_OF_TEST = "outer of test"
+
+
 # The batches of each draw by its name; a split that a client lacks gives an empty sequence.
 Batches = Mapping[str, Sequence[Batch]]
 
 
 class Outcome(NamedTuple):
-    """What a client step gives: the reply travels, the state and what was watched stay with the client.
+    """The result of a client step: the reply travels, everything else stays with the client.
 
-    A state of None leaves it as it was. ``watched`` holds numbers per local step (``loss`` and ``weight``) that must be
-    finite. ``scratch`` is what the client's next step in the same round gets in place of its state.
+    A state of None leaves it unchanged. ``watched`` holds one number per local step (``loss`` and ``weight``); if one is
+    not finite, training has diverged. ``scratch`` is what the client's next step in the same round gets in place of its
+    state.
     """
 
     reply: dict[str, Tree]
@@ -80,26 +101,8 @@ class Step:
         return bool(getattr(getattr(self.run, "__self__", None), "elementwise", False))
 
 
-class Diverged(ComfedlError, ArithmeticError):
-    """Training left the finite numbers: says round, client, local step, loss and weight."""
-
-    def __init__(self, round: int, client: str, step: int | None, loss: float, weight: float) -> None:
-        self.round, self.client, self.step, self.loss, self.weight = round, client, step, loss, weight
-        self.advice = ""
-        super().__init__(round, client, step, loss, weight)
-
-    def __str__(self) -> str:
-        where = f"Round {self.round}, client {self.client!r}"
-        if self.step is None:
-            return f"{where}: its loss or its reply is not finite. {self.advice}".rstrip()
-        return (
-            f"{where}, local step {self.step}: training is no longer finite (loss {self.loss:.6g}, "
-            f"weight {self.weight:.6g}). {self.advice}"
-        ).rstrip()
-
-
 def check_finite(round: int, client: str, outcome: Outcome) -> None:
-    """Raise ``Diverged`` where a client's step has left the finite numbers."""
+    """Raise ``Diverged`` if a client's step produced NaN or infinity."""
     if tree.finite(dict(outcome.watched)) and tree.finite(outcome.reply):
         return
     watched = {name: values.reshape(-1) for name, values in outcome.watched.items()}
@@ -108,11 +111,11 @@ def check_finite(round: int, client: str, outcome: Outcome) -> None:
     if not steps:
         raise Diverged(round, client, None, float("nan"), 1.0)
     step = min(steps)
-    # A method may watch several losses (Ditto's personal model): the one that has gone is told.
+    # A method may watch several losses (Ditto's personal model): report the one that diverged.
     losses = [name for name in watched if name.endswith("loss")]
-    told = next((name for name in losses if step in bad[name]), "loss")
+    name = next((name for name in losses if step in bad[name]), "loss")
     weight = float(watched["weight"][step]) if "weight" in watched else 1.0
-    raise Diverged(round, client, step + 1, float(watched[told][step]) if told in watched else float("nan"), weight)
+    raise Diverged(round, client, step + 1, float(watched[name][step]) if name in watched else float("nan"), weight)
 
 
 class Scores(NamedTuple):
@@ -170,8 +173,8 @@ class Engine(ABC):
     """Where the clients are: runs a named step on a set of them and returns their replies.
 
     Replies may be fewer than were asked: whoever does not answer in time is left out, and the screen decides whether
-    those that came are enough. A client whose training leaves the finite numbers raises ``Diverged``, the first in the
-    order of the clients where there are several, and an engine with many processes raises it in all of them.
+    those that came are enough. A client whose training diverges raises ``Diverged``, the first in the order of the
+    clients where there are several, and an engine with many processes raises it in all of them.
     """
 
     names: Sequence[str]

@@ -11,18 +11,10 @@ import torch
 from comfedl.core.learner import Model
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Replies
 from comfedl.utils import tree
-from comfedl.utils.errors import ComfedlError
+from comfedl.utils.errors import BadReply, QuorumError
 from comfedl.utils.tree import Tree
 
 QUARANTINE = 3  # a client whose replies were refused this often is not asked again
-
-
-class BadReply(UserWarning):
-    """A client's reply was refused."""
-
-
-class QuorumError(ComfedlError, RuntimeError):
-    """Too few replies of a round could be used."""
 
 
 class Screen:

@@ -20,6 +20,13 @@ AT_SITES = "flower"
 """The engine whose clients are not here: it is started by Flower, not by name."""
 
 
+def default_options(name: str) -> dict[str, Any]:
+    """The options of an engine with their defaults, from its signature; ranks take those of the embedded engine too."""
+    own = {key: p.default for key, p in inspect.signature(ENGINES[name]).parameters.items() if p.kind != p.VAR_KEYWORD}
+    below = default_options("embedded") if ENGINES[name] is Distributed else {}
+    return below | {key: own[key] for key in [*own][5:]}
+
+
 def make_engine(
     name: str,
     data: FederatedData,
@@ -39,7 +46,6 @@ def make_engine(
             "sites with flwr run (docs/flower.md)."
         )
     checks.one_of("engine", name, ENGINES)
-    allowed = list(inspect.signature(ENGINES[name]).parameters)[5:]
     for option in options or {}:
-        checks.one_of(f"An option of the engine {name}", option, allowed)
+        checks.one_of(f"An option of the engine {name}", option, default_options(name))
     return ENGINES[name](data, learner, steps, seed, state, **options or {})

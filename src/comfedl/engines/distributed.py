@@ -6,14 +6,14 @@ import contextlib
 import heapq
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from comfedl.core.learner import Learner
-from comfedl.core.protocol import Diverged, Engine, Replies, Step, T
-from comfedl.core.reply_validation import QuorumError
+from comfedl.core.protocol import Engine, Replies, Step, T
 from comfedl.data.client_names import find
 from comfedl.data.federated import FederatedData
 from comfedl.engines.distributed_replies import ReducedReplies, packed
@@ -21,7 +21,7 @@ from comfedl.engines.embedded import Embedded
 from comfedl.engines.process_group import BACKENDS, Group
 from comfedl.engines.replies import LocalReplies
 from comfedl.utils import checks, torchrun, tree
-from comfedl.utils.errors import ConfigError, RankError
+from comfedl.utils.errors import ConfigError, Diverged, QuorumError, RankError
 from comfedl.utils.fingerprint import fingerprint
 from comfedl.utils.tree import Tree
 
@@ -38,7 +38,7 @@ class Distributed(Engine):
     Args:
         backend: "gloo" (CPU), "nccl" (GPU), or "auto", by where the model is.
         timeout_s: how long a rank may keep the others waiting, in seconds.
-        vectorize, memory_mb, workers: of each rank, as with ``Embedded``.
+        embedded: the options of ``Embedded``, for each rank.
     """
 
     def __init__(
@@ -50,19 +50,17 @@ class Distributed(Engine):
         state: Tree = None,
         backend: str = "auto",
         timeout_s: float = 300,
-        vectorize: str = "auto",
-        memory_mb: float = 512,
-        workers: int | str = "auto",
+        **embedded: Any,
     ) -> None:
         checks.one_of("backend", backend, BACKENDS)
         checks.positive("timeout_s", timeout_s)
         torchrun.check_started()
         if torchrun.world_size() > len(data):
             raise ConfigError(
-                f"There are {torchrun.world_size()} ranks for {len(data)} clients; start at most as many ranks as there are "
-                "clients."
+                f"There are {torchrun.world_size()} ranks for {len(data)} clients; "
+                "start at most as many ranks as there are clients."
             )
-        self._clients = Embedded(data, learner, steps, seed, state, vectorize, memory_mb, workers)
+        self._clients = Embedded(data, learner, steps, seed, state, **embedded)
         self.names, self.sizes = self._clients.names, self._clients.sizes
         self._device = data.train.x.device
         self._group = Group(backend, timeout_s, self._device)
@@ -100,8 +98,8 @@ class Distributed(Engine):
         place = None
         if isinstance(own, Diverged):
             place = list(clients).index(find(self.names, own.client))  # type: ignore[arg-type]
-        told = None if own is None else (place, own if place is not None else f"{type(own).__name__}: {own}")
-        failures = {rank: said for rank, said in enumerate(self._group.gathered(told)) if said is not None}
+        report = None if own is None else (place, own if place is not None else f"{type(own).__name__}: {own}")
+        failures = {rank: said for rank, said in enumerate(self._group.gathered(report)) if said is not None}
         if own is not None and place is None:
             return own
         for rank, (at, text) in failures.items():

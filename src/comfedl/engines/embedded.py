@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from comfedl.core.learner import Learner
-from comfedl.core.protocol import Diverged, Engine, Outcome, Replies, Step, check_finite
+from comfedl.core.protocol import Engine, Outcome, Replies, Step, check_finite
 from comfedl.data.federated import FederatedData
 from comfedl.engines.client_states import States
 from comfedl.engines.kernels import accelerate
@@ -22,7 +22,7 @@ from comfedl.engines.sampling import Drawn, Given, Sizes, alike, portions
 from comfedl.engines.stacked import Stacked
 from comfedl.engines.thread_pool import ThreadPool
 from comfedl.utils import checks, rng, tree
-from comfedl.utils.errors import ConfigError
+from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.tree import Tree
 
 logger = logging.getLogger("comfedl")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from comfedl.utils import tree
 from comfedl.utils.errors import RunFolderError
-from comfedl.utils.files import Shape, TensorFile, sync
+from comfedl.utils.files import TensorFile, TensorSpec, sync
 from comfedl.utils.tree import Tree
 
 VERSION = 2
@@ -114,10 +114,10 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Sa
         try:
             meta = json.loads(_unsealed((path / "meta.json").read_bytes()))
             version = meta["version"]
-            if version > VERSION:
+            if version != VERSION:
                 raise RunFolderError(
-                    f"{path} was written by a later version of comfedl (format {version}; this one reads up to "
-                    f"{VERSION}); go on with that version, or start anew with --force."
+                    f"{path} was written by another version of comfedl (format {version}; this one reads {VERSION}); "
+                    "go on with that version, or start anew with --force."
                 )
             with (path / "tensors.safetensors").open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != meta["sha256"]:
@@ -138,12 +138,10 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Sa
             return {name: give(below) for name, below in part.items()} if isinstance(part, dict) else tensors[part]
 
         kept: dict[int, Tree] = {}
-        for number, group in enumerate(meta["clients"] if version > 1 else ()):
+        for number, group in enumerate(meta["clients"]):
             states = tree.map(lambda leaf: leaf.to(device), give(group))
             for row, client in enumerate(tensors[f"clients {number}"].tolist()):
                 kept[client] = tree.map(lambda leaf, row=row: leaf[row], states)
-        for client, state in meta["clients"].items() if version == 1 else ():  # each client by itself
-            kept[int(client)] = tree.map(lambda leaf: leaf.to(device), give(state))
         try:
             # Copies lie in memory as the tensors of a run do: by where they lie, the last bit of a product may differ.
             state = tree.map(lambda leaf, mate: leaf.clone().to(mate.device), give(meta["state"]), like)
@@ -197,7 +195,7 @@ def _mapped(fn: Callable[[Tensor], str], part: Tree) -> Any:
 def _write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], groups: Sequence[_Group]) -> None:
     """The server's tensors one by one, and the clients' with a row a client, without a copy of them all."""
     whole = {**tensors, **{f"clients {k}": torch.tensor(group.clients) for k, group in enumerate(groups)}}
-    shapes: dict[str, Shape] = {name: (part.dtype, part.shape) for name, part in whole.items()}
+    shapes: dict[str, TensorSpec] = {name: (part.dtype, part.shape) for name, part in whole.items()}
     for group in groups:
         for name, leaf in zip(group.names, group.states[0], strict=True):
             shapes[name] = (leaf.dtype, (len(group.clients), *leaf.shape))

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from comfedl.core.objectives import Model, Params
+from comfedl.core.learner import Model, Params
 from comfedl.data.client_names import find
 from comfedl.training.result import Result
 from comfedl.utils import tree

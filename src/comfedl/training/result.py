@@ -10,7 +10,7 @@ from torch import nn
 
 from comfedl.core import client_statistics
 from comfedl.core.client_statistics import Row
-from comfedl.core.objectives import Model, Params
+from comfedl.core.learner import Model, Params
 from comfedl.data.client_names import find
 from comfedl.models.functional import with_tensors
 from comfedl.utils.errors import ConfigError, nearest

@@ -24,21 +24,20 @@ from typing import IO, Any
 import torch
 
 from comfedl.core.client_statistics import Row
-from comfedl.core.objectives import Model
-from comfedl.core.protocol import Diverged
-from comfedl.core.reply_validation import QuorumError
+from comfedl.core.learner import Model
 from comfedl.data.tabular import Encoding
 from comfedl.training import checkpoint
 from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Snapshot
 from comfedl.training.client_records import ClientRows
+from comfedl.training.options import RunOptions
 from comfedl.training.personal_models import model_bytes, write_personal
 from comfedl.training.result import Result
 from comfedl.utils import torchrun
-from comfedl.utils.errors import ConfigError, DataError, RunFolderError
-from comfedl.utils.files import sweep, write_atomic
+from comfedl.utils.errors import ConfigError, DataError, Diverged, QuorumError, RunFolderError
+from comfedl.utils.files import remove_partial_files, write_atomic
 from comfedl.utils.lock import release_lock, take_lock
-from comfedl.utils.signals import caught, let_go
+from comfedl.utils.signals import install_handlers, restore_handlers
 from comfedl.utils.toml import to_toml
 from comfedl.utils.tree import Tree
 
@@ -48,7 +47,7 @@ FILES = (
     *("personal", "checkpoint"),
     *("tensorboard", "mlflow.json"),  # what trackers keep here
     *("sites.json", "sites.jsonl"),  # of a run over sites
-    torchrun.MARK,
+    torchrun.LAUNCH_FILE,
 )
 # What of a config says where a run is computed and not which run it is: another engine may go on with it.
 PLACES = ("engine", "embedded", "distributed", "flower")
@@ -87,27 +86,25 @@ def check_free(path: Path, force: bool, resume: bool = False) -> None:
 class RunFolder(Callback):
     """Writes a run as it goes, with checkpoints, and reads it back to go on.
 
-    A run that fails before its first checkpoint, or because training left the finite numbers, leaves nothing of its
-    own, and one that it was to replace comes back. One that was interrupted or could not write on keeps its checkpoint.
+    A run that fails before its first checkpoint, or because training diverged, leaves nothing of its own, and one that
+    it was to replace comes back. One that was interrupted or could not write on keeps its checkpoint.
     """
 
     def __init__(
         self,
         path: Path,
         settings: Mapping[str, Any],
-        force: bool = False,
-        resume: bool = False,
+        options: RunOptions,
         fingerprint: str = "",
-        checkpoint_every: int | None = None,
-        save_personal: bool = True,
+        encoding: Encoding | None = None,
     ) -> None:
-        if force and resume:
+        if options.force and options.resume:
             raise ConfigError("force and resume are both given; one replaces the run and the other goes on with it.")
-        check_free(path, force, resume)
+        check_free(path, options.force, options.resume)
         self.path, self._settings, self._fingerprint = path, settings, fingerprint
-        self._every, self._resumed = checkpoint_every, resume and (path / "config.toml").exists()
-        self._personal, self.room = save_personal, 0  # how many bytes the personal models will take
-        self.encoding: Encoding | None = None
+        self._every, self._resumed = options.checkpoint_every, options.resume and (path / "config.toml").exists()
+        self._personal, self.room = options.save_personal, 0  # how many bytes the personal models will take
+        self._encoding = encoding
         self._streams: dict[str, IO[str]] = {}
         self._digests = {name: hashlib.sha256() for name in RECORDS}
         self._made: list[Path] = []
@@ -159,15 +156,15 @@ class RunFolder(Callback):
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            sweep(self.path, FILES)
+            remove_partial_files(self.path, FILES)
             self._check_room()
             if not self._resumed:
                 self._move_aside()
-            if self.encoding is not None:
-                described = {"version": 1, **self.encoding.to_dict()}
+            if self._encoding is not None:
+                described = {"version": 1, **self._encoding.to_dict()}
                 write_atomic(self.path / "data.json", (json.dumps(described, indent=1) + "\n").encode())
             write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
-            torchrun.mark(self.path)
+            torchrun.record_launch(self.path)
             for name in RECORDS:
                 self._streams[name] = (self.path / name).open("a" if self._resumed else "w", encoding="utf-8")
         self._catch_signals()
@@ -281,7 +278,7 @@ class RunFolder(Callback):
             self._lock = take_lock(self.path)
 
     def _release(self, error: BaseException | None = None) -> None:
-        let_go(self._handlers, error)
+        restore_handlers(self._handlers, error)
         self._handlers = {}
         release_lock(self.path, self._lock)
         self._lock = None
@@ -297,7 +294,7 @@ class RunFolder(Callback):
                 return
             sys.stderr.write("stopping after this round, with a checkpoint; once more stops at once\n")
 
-        self._handlers = caught(stop)
+        self._handlers = install_handlers(stop)
 
 
 def _same(written: str, settings: Mapping[str, Any]) -> bool:

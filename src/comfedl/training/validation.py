@@ -1,4 +1,4 @@
-"""What a run is given: checked before anything starts, and taken apart into a model's functions and its state."""
+"""The arguments of ``fit``: checked before anything starts, and split into a model's functions and its state."""
 
 from __future__ import annotations
 
@@ -10,67 +10,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from comfedl.algorithms.base import Algorithm
-from comfedl.core.objectives import Learner, Model, Params
+from comfedl.core.learner import Learner, Model, Params
 from comfedl.data.federated import FederatedData
-from comfedl.engines import AT_SITES, ENGINES
-from comfedl.models.losses import LOSSES, REGRESSIONS, Function, LossFunction, alike, bce
+from comfedl.models.losses import LOSSES, REGRESSIONS, LossFunction, bce
+from comfedl.models.metrics import MetricFunction, match_shapes
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError, DataError
 
 
-def check_kinds(
-    algorithm: Algorithm, fed: FederatedData, clients_per_round: int | None, eval_clients: int | None
-) -> None:
-    """Check that these are what they should be, and that there are enough clients."""
+def check_kinds(algorithm: Algorithm, fed: FederatedData) -> None:
+    """Check that these are what ``fit`` takes."""
     if not isinstance(fed, FederatedData):
         raise ConfigError(f"fed is a {type(fed).__name__}, but it must be a FederatedData(train={{name: (x, y)}}).")
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"algorithm is {algorithm!r}, but it must be a method such as ComFedL(outer=KL(0.2)).")
-    check_counts(len(fed), clients_per_round, eval_clients)
-
-
-def check_counts(clients: int, clients_per_round: int | None, eval_clients: int | None) -> None:
-    """Check that there are enough clients."""
-    for name, value in (("clients_per_round", clients_per_round), ("eval_clients", eval_clients)):
-        if value is not None and value > clients:
-            raise ConfigError(
-                f"{name} is {value}, but there are only {clients} clients; give a number from 1 to {clients}, or "
-                "leave it out for all of them."
-            )
-
-
-def check_loop(
-    rounds: int,
-    seed: int,
-    clients_per_round: int | None,
-    eval_every: int,
-    eval_clients: int | None,
-    checkpoint_every: int | None,
-    quorum: float,
-    save_personal: bool,
-    engine: str,
-) -> None:
-    """Check what needs neither data nor model."""
-    checks.at_least("rounds", rounds, 1)
-    checks.at_least("seed", seed, 0, 2**63 - 1)
-    checks.at_least("eval_every", eval_every, 1)
-    checks.not_below("quorum", quorum, 0)
-    checks.at_most("quorum", quorum, 1)
-    checks.one_of("engine", engine, [*ENGINES, AT_SITES])
-    numbers = {"clients_per_round": clients_per_round, "eval_clients": eval_clients}
-    for name, value in {**numbers, "checkpoint_every": checkpoint_every}.items():
-        if value is not None:
-            checks.at_least(name, value, 1)
-    if not isinstance(save_personal, bool):
-        raise ConfigError(f"save_personal is {save_personal!r}, but it must be true or false.")
 
 
 def make_learner(
     model: nn.Module | Mapping[str, Tensor], loss: str | LossFunction, algorithm: Algorithm
 ) -> tuple[Learner, Model, Params]:
-    """The model's functions, its initial state, and the parameters that the reader has frozen; all are copies."""
+    """The model's functions, its initial state, and the parameters that the user has frozen; all are copies."""
     frozen: Params = {}
-    scores: dict[str, Function]
+    scores: dict[str, MetricFunction]
     if isinstance(loss, str):
         checks.one_of("loss", loss, LOSSES)
         function, scores = LOSSES[loss]
@@ -78,7 +39,7 @@ def make_learner(
         function, scores = loss, {}
     else:
         raise ConfigError(f"loss is {loss!r}, but it must be one of {', '.join(LOSSES)}, or a function (output, y).")
-    own = algorithm.own_problem
+    custom = algorithm.has_custom_problem
     if isinstance(model, nn.Module):
         parameters = {name: (part.requires_grad, part.detach().clone()) for name, part in model.named_parameters()}
         frozen = {name: part for name, (trained, part) in parameters.items() if not trained}
@@ -86,12 +47,12 @@ def make_learner(
             params={name: part for name, (trained, part) in parameters.items() if trained},
             buffers={name: part.detach().clone() for name, part in model.named_buffers()},
         )
-        learner = Learner() if own else Learner(model, function, scores)
+        learner = Learner() if custom else Learner(model, function, scores)
     elif isinstance(model, Mapping):
         for name, part in model.items():
             if not isinstance(part, Tensor) or not part.is_floating_point():
                 raise ConfigError(f"The model's {name!r} is {part!r}, but it must be a tensor of real numbers.")
-        if not own:
+        if not custom:
             raise ConfigError(
                 "The model is a dict of tensors, which says nothing of how to apply it; "
                 "use ComFedL(problem=Composition(inner, outer)), or give an nn.Module."
@@ -106,7 +67,7 @@ def make_learner(
 
 
 def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
-    """See that the model takes the data: its shapes, and that outputs and y go together under the loss."""
+    """Check that the model takes the data, and that its outputs and y fit the loss."""
     if learner.module is None:
         return
     x, y = data.train.x[:2], data.train.y[:2]
@@ -124,9 +85,9 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
 
 
 def _check_numbers(binary: bool, output: object, y: Tensor, data: FederatedData) -> None:
-    """See that there is one output for each number in y, and with two classes that y is 0 or 1."""
+    """Check that there is one output for each number in y and, for two classes, that y is 0 or 1."""
     given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    if not isinstance(output, Tensor) or alike(output, y)[0].shape != y.shape:
+    if not isinstance(output, Tensor) or match_shapes(output, y)[0].shape != y.shape:
         raise DataError(
             f"{'bce' if binary else 'A regression'} needs one output for each number in y, but the model gives {given} "
             f"for {len(y)} samples and y has the shape {tuple(y.shape)}; give a model with "
@@ -143,7 +104,7 @@ def _check_numbers(binary: bool, output: object, y: Tensor, data: FederatedData)
 
 
 def _check_labels(output: object, y: Tensor, data: FederatedData) -> None:
-    """See that each label has an output."""
+    """Check that each label has an output."""
     if not isinstance(output, Tensor) or output.ndim != 2:
         shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise DataError(f"cross_entropy needs a model that gives [samples, classes], but this one gives {shape}.")
@@ -158,7 +119,7 @@ def _check_labels(output: object, y: Tensor, data: FederatedData) -> None:
         if split is None or (int(split.y.min()) >= 0 and int(split.y.max()) < classes):
             continue
         for i, client in enumerate(split.names):
-            labels = split.whole(i)[1]
+            labels = split.samples_of(i)[1]
             wrong = labels[(labels < 0) | (labels >= classes)]
             if len(wrong):
                 raise DataError(

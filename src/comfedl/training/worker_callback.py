@@ -1,4 +1,4 @@
-"""What hangs on the loop in a process that does not lead: it writes nothing, and takes part."""
+"""The callback of ranks > 0 of a distributed run: it joins what rank 0 asks of all, and writes nothing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from comfedl.training.callbacks import Callback
 from comfedl.training.personal_models import asked
 from comfedl.training.result import Result
-from comfedl.utils.signals import caught, let_go
+from comfedl.utils.signals import install_handlers, restore_handlers
 
 
-class Follower(Callback):
-    """Stands where the folder does in a process that writes nothing: it takes part in what the folder asks for."""
+class WorkerCallback(Callback):
+    """Stands where the run folder does in a process that writes nothing."""
 
     def __init__(self, save_personal: bool) -> None:
         self._personal, self._handlers, self._stopped = save_personal, dict[int, Any](), False
@@ -23,13 +23,13 @@ class Follower(Callback):
                 raise KeyboardInterrupt
             self._stopped = True  # the process that writes has the signal too, and says when to stop
 
-        self._handlers = caught(stop)
+        self._handlers = install_handlers(stop)
 
     def finished(self, result: Result) -> None:
         for clients in asked(result) if self._personal else ():
             for _ in result.ask_personal(clients):
                 pass
-        let_go(self._handlers)
+        restore_handlers(self._handlers)
 
     def failed(self, error: BaseException) -> None:
-        let_go(self._handlers, error)
+        restore_handlers(self._handlers, error)

@@ -1,7 +1,7 @@
-"""Everything that comfedl raises on purpose.
+"""The exceptions of comfedl.
 
-Each message is one readable sentence or two: what was given, what is allowed, what to do.
-The command line prints it without a traceback and exits with code 2.
+Each message says what was given, what is allowed and what to do. The command line prints it without a traceback and
+exits with code 2.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Iterable
 
 
 class ComfedlError(Exception):
-    """The base of all errors that are meant for a person to read."""
+    """The base class of all errors whose message is meant for the user."""
 
 
 class ConfigError(ComfedlError, ValueError):
-    """A setting that cannot be used: an unknown name or key, a value out of range."""
+    """An invalid setting: an unknown name or key, or a value out of range."""
 
 
 class DataError(ComfedlError, ValueError):
-    """Data that cannot be used: empty, of the wrong shape, not finite, not the right file."""
+    """Invalid data: empty, of the wrong shape, NaN or infinite, or not the expected file."""
 
 
 class RunFolderError(ComfedlError, OSError):
@@ -27,15 +27,41 @@ class RunFolderError(ComfedlError, OSError):
 
 
 class RankError(ComfedlError, RuntimeError):
-    """Another process of a distributed run has failed, or goes another way."""
+    """Another process of a distributed run has failed or disagrees with this one."""
 
 
 class RankLost(RankError):
-    """Another process of a distributed run cannot be reached."""
+    """Another process of a distributed run is unreachable."""
+
+
+class Diverged(ComfedlError, ArithmeticError):
+    """Training diverged (NaN or infinity): says round, client, local step, loss and weight."""
+
+    def __init__(self, round: int, client: str, step: int | None, loss: float, weight: float) -> None:
+        self.round, self.client, self.step, self.loss, self.weight = round, client, step, loss, weight
+        self.advice = ""
+        super().__init__(round, client, step, loss, weight)
+
+    def __str__(self) -> str:
+        where = f"Round {self.round}, client {self.client!r}"
+        if self.step is None:
+            return f"{where}: its loss or its reply is not finite. {self.advice}".rstrip()
+        return (
+            f"{where}, local step {self.step}: training is no longer finite (loss {self.loss:.6g}, "
+            f"weight {self.weight:.6g}). {self.advice}"
+        ).rstrip()
+
+
+class QuorumError(ComfedlError, RuntimeError):
+    """Too few replies of a round could be used."""
+
+
+class BadReply(UserWarning):
+    """A client's reply was refused."""
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Say what is allowed, the nearest name first: the tail of an "unknown name" message.
+    """The end of an "unknown name" message: the closest allowed name, then all of them.
 
     >>> nearest("comfdl", ["comfedl", "fedavg"])
     "did you mean 'comfedl'? Allowed: comfedl, fedavg"
@@ -43,5 +69,5 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     folded = {name.casefold(): name for name in names}
     close = [folded[name] for name in difflib.get_close_matches(given.casefold(), folded, n=1, cutoff=0.5)]
-    listing = f"Allowed: {', '.join(names)}" if names else "Nothing is allowed here"
+    listing = f"Allowed: {', '.join(names)}" if names else "No name is allowed"
     return f"did you mean {close[0]!r}? {listing}" if close else listing

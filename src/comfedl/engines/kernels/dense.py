@@ -109,7 +109,7 @@ class Dense(Stacked):
 
     def descend(self, model: Model, batches: Sequence[Batch], rate: float) -> tuple[Params, Tensor] | None:
         layers = self._by_hand
-        if layers is None or not len(batches) or abs(rate) > tree.LARGEST:
+        if layers is None or not len(batches) or abs(rate) > tree.MAX_RATE:
             return None
         each = batches.in_turn(self._room) if isinstance(batches, Gathered) else batches
         return descend_cross_entropy(layers, model["params"], map(self._flat, each), float(rate))

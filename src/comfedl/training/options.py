@@ -1,0 +1,72 @@
+"""What a run is, apart from its model, its data and its method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from comfedl.engines import AT_SITES, ENGINES
+from comfedl.training.callbacks import Callback
+from comfedl.utils import checks
+from comfedl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of a run; ``fit`` says what each of them means.
+
+    Those in ``RECORDED`` define the run and are written to its config; the others say where it is written and who
+    watches it.
+    """
+
+    rounds: int = 200
+    seed: int = 0
+    clients_per_round: int | None = None
+    eval_every: int = 1
+    eval_clients: int | None = None
+    checkpoint_every: int | None = None
+    quorum: float = 0.5
+    save_personal: bool = True
+    engine: str = "embedded"
+    out: str | Path | None = None
+    resume: bool = False
+    force: bool = False
+    progress: bool = False
+    callbacks: Sequence[Callback] = ()
+
+    def __post_init__(self) -> None:
+        checks.at_least("rounds", self.rounds, 1)
+        checks.at_least("seed", self.seed, 0, 2**63 - 1)
+        checks.at_least("eval_every", self.eval_every, 1)
+        checks.not_below("quorum", self.quorum, 0)
+        checks.at_most("quorum", self.quorum, 1)
+        checks.one_of("engine", self.engine, [*ENGINES, AT_SITES])
+        for name in ("clients_per_round", "eval_clients", "checkpoint_every"):
+            if getattr(self, name) is not None:
+                checks.at_least(name, getattr(self, name), 1)
+        if not isinstance(self.save_personal, bool):
+            raise ConfigError(f"save_personal is {self.save_personal!r}, but it must be true or false.")
+        for name in ("rounds", "seed", "eval_every"):  # numpy's integers become Python's own
+            object.__setattr__(self, name, int(getattr(self, name)))
+
+    def check_clients(self, clients: int) -> None:
+        """Check that there are as many clients as the options ask for."""
+        for name in ("clients_per_round", "eval_clients"):
+            value = getattr(self, name)
+            if value is not None and value > clients:
+                raise ConfigError(
+                    f"{name} is {value}, but there are only {clients} clients; give a number from 1 to {clients}, or "
+                    "leave it out for all of them."
+                )
+
+    def recorded(self) -> dict[str, Any]:
+        """The options that define the run, as its config records them."""
+        found = {name: getattr(self, name) for name in RECORDED}
+        return found | {"save_personal": None if self.save_personal else False}
+
+
+NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks")
+RECORDED = tuple(field.name for field in fields(RunOptions) if field.name not in NOT_RECORDED)
+"""The options that a config may set."""
