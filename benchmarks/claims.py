@@ -1,7 +1,7 @@
-"""The comparisons that the documents quote, both sides in one run: ``python benchmarks/claims.py demo|participation``.
+"""Comparisons quoted in the documentation, both sides in one run: ``python benchmarks/claims.py demo|participation``.
 
-demo: the demo's two methods on splits (seeds 100 to 109) that had no part in choosing its setting. participation: how
-``KL`` may weigh four of forty clients a round: among themselves, as it does, or by n / m from the table of last losses.
+demo: the demo's two methods on splits (seeds 100 to 109) that did not select its settings. participation: two ways for
+``KL`` to weight four of forty clients per round: among themselves, as it does, or by n / m from the last known losses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import comfedl as cf
 from comfedl.algorithms.base import State
 from comfedl.algorithms.comfedl import known_weights
-from comfedl.algorithms.context import Round, Used
+from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.cli import demo
 from comfedl.config.schema import parse_config, run_config
 from comfedl.core import client_vector
@@ -24,25 +24,26 @@ METRICS = ("validation.accuracy.worst", "validation.accuracy.mean", "train.loss.
 
 
 @dataclass(frozen=True)
-class ByTable(cf.ComFedL):
-    """Weights (k / m) r_i over the k known clients, scaled back to 1 where they add up to more."""
+class WeightsFromLastLosses(cf.ComFedL):
+    """Weights (k / m) r_i over the k known clients, scaled down to a sum of 1 if it exceeds that."""
 
-    def round(self, state: State, here: Round) -> tuple[State, Used]:
-        replies = here.ask("train", here.sample(), {"model": state["model"]})
+    def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
+        replies = context.ask("train", context.sample(), {"model": state["model"]})
         losses = client_vector.put(state["losses"], replies.clients, replies.numbers("loss"))
-        known = ~client_vector.whole(losses).isnan()
+        known = ~client_vector.to_tensor(losses).isnan()
         assert isinstance(self.g, Coupled)
         present = known_weights(self.g, losses)[replies.clients]
         weights = present * min(int(known.sum()) / len(present), 1 / max(float(present.sum()), 1e-300))
-        return {"model": self.blend(state["model"], replies, weights), "losses": losses}, Used(replies.clients, weights)
+        state = self.advance({**state, "losses": losses}, replies, weights)
+        return state, Participation(replies.clients, weights)
 
 
 def show(rows: dict[str, list[list[float]]]) -> None:
     for name, values in rows.items():
         numbers = np.array(values)
         error = numbers.std(axis=0, ddof=1) / len(numbers) ** 0.5
-        told = ", ".join(f"{m} {a:.3f} ± {e:.3f}" for m, a, e in zip(METRICS, numbers.mean(axis=0), error, strict=True))
-        print(f"{name:24} {told}   worst by seed: {numbers[:, 0].round(3).tolist()}")
+        text = ", ".join(f"{m} {a:.3f} ± {e:.3f}" for m, a, e in zip(METRICS, numbers.mean(axis=0), error, strict=True))
+        print(f"{name:24} {text}   worst by seed: {numbers[:, 0].round(3).tolist()}")
 
 
 def on_fresh_splits() -> None:
@@ -63,7 +64,7 @@ def participation() -> None:
         for name, method in (
             ("uniform", cf.FedAvg(weighting="uniform", lr=0.5)),
             ("KL(0.2), participants", cf.ComFedL(outer=cf.KL(0.2), lr=0.5)),
-            ("KL(0.2), n/m by table", ByTable(outer=cf.KL(0.2), lr=0.5)),
+            ("KL(0.2), n/m by table", WeightsFromLastLosses(outer=cf.KL(0.2), lr=0.5)),
         ):
             run = cf.fit(model, fed, method, rounds=100, seed=seed, clients_per_round=4, eval_every=100)
             rows.setdefault(name, []).append([float(run.rounds[-1][metric] or 0) for metric in METRICS])

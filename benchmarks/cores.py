@@ -1,8 +1,8 @@
-"""Wall time of a round of FedAvg on the four-layer CNN (W3) with one thread and with several, interleaved.
+"""Wall time per round of FedAvg on the four-layer CNN (W3) with one thread and with several, in turns.
 
     python -m benchmarks.cores [--workers 2] [--repeats 5] [--rounds 5]
 
-Both sides run in this process, on the same data, and end with the same model to the bit, which is checked.
+Both run in this process on the same data; the script checks that they end with bitwise the same model.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from comfedl.training.callbacks import Callback
 
 
 def data(clients: int = 10, samples: int = 200) -> cf.FederatedData:
-    made = torch.Generator().manual_seed(0)
-    x = torch.randn(clients * samples, 3, 32, 32, generator=made)
-    y = torch.randint(0, 10, (clients * samples,), generator=made)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(clients * samples, 3, 32, 32, generator=generator)
+    y = torch.randint(0, 10, (clients * samples,), generator=generator)
     cut = {f"{i:02d}": slice(i * samples, (i + 1) * samples) for i in range(clients)}
     return cf.FederatedData({name: (x[rows], y[rows]) for name, rows in cut.items()})
 
 
 class Clock(Callback):
-    """The time at the end of each round, by the wall clock or another one."""
+    """Records the time at the end of each round, by the wall clock or another one."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.times: list[float] = []
@@ -39,7 +39,7 @@ class Clock(Callback):
 
 
 def timed(fed: cf.FederatedData, workers: int, rounds: int) -> tuple[float, cf.Result]:
-    """Median seconds a round and the result. The first round warms up, and the last has the evaluation."""
+    """Median seconds per round, and the result. The first round is a warm-up, and the last has the evaluation."""
     model = cf.models.build("cnn4", (3, 32, 32), 10, 0)
     algorithm = cf.FedAvg(lr=0.1, local_steps=5, batch_size=32)
     clock, options = Clock(), {"workers": workers}
@@ -66,8 +66,8 @@ def main() -> None:
     assert all(torch.equal(part, models[0][name]) for model in models for name, part in model.items())
     one, several = (statistics.median(times[workers]) for workers in times)
     ratios = sorted(a / b for a, b in zip(*times.values(), strict=True))
-    print(f"seconds a round: {one:.3f} on one thread, {several:.3f} on {arguments.workers}")
-    print(f"ratio {one / several:.2f} (from {ratios[0]:.2f} to {ratios[-1]:.2f}); the models are equal to the bit")
+    print(f"seconds per round: {one:.3f} on one thread, {several:.3f} on {arguments.workers}")
+    print(f"ratio {one / several:.2f} (from {ratios[0]:.2f} to {ratios[-1]:.2f}); the models are bitwise equal")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a round costs over three sites behind Flower on this machine, and in one process.
+"""The time per round over three sites behind Flower on this machine, and in one process.
 
     python -m benchmarks.flower [--rounds 8] [--sites 3] [--out results/benchmarks]
 
 Both run ComFedL with KL weights on digits: the sites as ``comfedl flower local`` starts them (a SuperLink and
-SuperNodes with TLS and keys), and the embedded engine. That both end with the same model is checked. ``flower.json``
-gets the seconds of every round, the machine with its load, and the commit; ``flower.md`` the medians.
+SuperNodes with TLS and keys), and the embedded engine. The script checks that both end with the same model and writes
+the seconds of every round, the machine with its load and the commit to ``flower.json``, the medians to ``flower.md``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.cores import Clock
-from benchmarks.peers.report import machine, told, write_found
+from benchmarks.peers.report import machine, machine_line, write_results
 from comfedl.config.schema import Config, parse_config, run_config
 from comfedl.flower.local_trial import run_local
 
@@ -44,11 +44,11 @@ def config(model: dict[str, Any], rounds: int, sites: int) -> Config:
     })  # fmt: skip
 
 
-def one(settings: Config) -> dict[str, Any]:
-    """Seconds of each round on both, and of all of Flower's run with its start and end."""
+def measure(settings: Config) -> dict[str, Any]:
+    """Seconds of each round on both, and of the whole Flower run with start and end."""
     clock = Clock()
     expected = run_config(settings, callbacks=[clock])
-    here = [after - before for before, after in pairwise(clock.times)]
+    embedded = [after - before for before, after in pairwise(clock.times)]
     with tempfile.TemporaryDirectory() as folder:
         out, start = Path(folder) / "run", time.perf_counter()
         run_local(settings, out, tell=print)
@@ -58,16 +58,16 @@ def one(settings: Config) -> dict[str, Any]:
         found = load_file(out / "model.safetensors")
     apart = max(float((part - found[name]).abs().max()) for name, part in expected.params.items())
     assert apart < 1e-5, f"the models are {apart:.3g} apart"
-    there = [after - before for before, after in pairwise(times)]
-    bytes_a_round = sum(expected.traffic.values()) / settings.rounds
-    return {"embedded": here, "flower": there, "whole": whole, "apart": apart, "bytes_a_round": bytes_a_round}
+    flower = [after - before for before, after in pairwise(times)]
+    bytes_per_round = sum(expected.traffic.values()) / settings.rounds
+    return {"embedded": embedded, "flower": flower, "whole": whole, "apart": apart, "bytes_a_round": bytes_per_round}
 
 
 def write(out: Path, found: dict[str, Any], sites: int, rounds: int) -> None:
     lines = [
-        f"Seconds a round, ComFedL with KL weights on digits, {sites} sites, medians of {rounds - 1} rounds:",
+        f"Seconds per round, ComFedL with KL weights on digits, {sites} sites, medians of {rounds - 1} rounds:",
         "",
-        "| model | bytes a round | embedded | Flower, loopback with TLS and keys (least to most) | its whole run |",
+        "| model | bytes per round | embedded | Flower, loopback with TLS and keys (min to max) | whole run |",
         "|---|---|---|---|---|",
     ]
     for name, each in found["models"].items():
@@ -76,11 +76,11 @@ def write(out: Path, found: dict[str, Any], sites: int, rounds: int) -> None:
         lines.append(f"| {name} | {each['bytes_a_round']:,.0f} | {embedded:.4f} | {spread} | {each['whole']:.0f} |")
     lines += [
         "",
-        f"The whole run has {rounds} rounds, with the start and the end of all processes. Every message starts a fresh "
-        "process at its site, which imports torch and reads the data: that, and Flower's polls, are the cost.",
-        told(found["machine"]),
+        f"The whole run has {rounds} rounds and includes starting and stopping all processes. Every message starts a "
+        "new process at its site, which imports torch and loads the data; that and Flower's polling are the cost.",
+        machine_line(found["machine"]),
     ]
-    write_found(out, "flower", found, lines)
+    write_results(out, "flower", found, lines)
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks")
     given = parser.parse_args()
     where = machine(ROOT, torch.__version__, None)
-    found = {name: one(config(model, given.rounds, given.sites)) for name, model in MODELS.items()}
+    found = {name: measure(config(model, given.rounds, given.sites)) for name, model in MODELS.items()}
     where["load_at_end"] = os.getloadavg()
     write(given.out, {"machine": where, "models": found}, given.sites, given.rounds)
 

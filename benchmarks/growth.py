@@ -1,15 +1,14 @@
 """How time and memory grow with clients, participants, parameters and local steps: ``python -m benchmarks.growth``.
 
-Every point is a run of ``comfedl.fit`` in a process of its own, on one thread. The time of a round is processor time,
-the median over the rounds after the first two, without the one evaluation, which is of ten clients. Memory is the
-process's peak (``ru_maxrss``); ``peak_mb`` is all of it and ``own_mb`` what is above the peak after the imports and
-above the data.
+Every point is a run of ``comfedl.fit`` in its own process, on one thread. The time of a round is CPU time, the median
+over the rounds after the first two, without the only evaluation, of ten clients. Memory is the process's peak
+(``ru_maxrss``): ``peak_mb`` is all of it, ``own_mb`` what exceeds the peak after the imports plus the data.
 
-clients      10 to 1,000,000 clients, 100 of which (or all ten) take part. Each holds 2 samples of 8 features, since a
-             million clients with images would measure the images; the model is a softmax regression on them. What must
-             not grow is the work and the room for clients that are not there.
-participants 10 to 10,000 clients that all take part, on the softmax regression 784 -> 10 with 5 local steps of batch 50
-             and 60 samples a client, which are rows of a pool of 60,000, as they would be of one data set.
+clients      10 to 1,000,000 clients, of which 100 (or all ten) participate. Each holds 2 samples of 8 features, since a
+             million clients with images would measure the images; the model is a softmax regression. Time and memory
+             for clients that do not participate must not grow.
+participants 10 to 10,000 clients, all participating, on the softmax regression 784 -> 10 with 5 local steps of batch 50
+             and 60 samples per client, which are rows of a pool of 60,000, as of one data set.
 parameters   1e3 to 1e7 parameters of an MLP with one hidden layer; 10 clients of 50 samples.
 steps        1 to 50 local steps of the softmax regression 784 -> 10; 10 clients of 60 samples.
 """
@@ -50,7 +49,7 @@ NAMES = {"fedavg": "FedAvg", "comfedl-kl": "ComFedL, KL", "ditto": "Ditto", "drf
 
 @dataclass(frozen=True)
 class Point:
-    """One run: an axis, where on it, and the method."""
+    """One run: an axis, the value on it, and the method."""
 
     axis: str
     value: int
@@ -66,9 +65,9 @@ def measure(point: Point) -> dict[str, Any]:
     import comfedl as cf
 
     torch.set_num_threads(1)
-    before = _peak()
+    imports = _peak()
     fed, model, participants, local_steps, batch = _setting(point, np, torch, cf)
-    held = sum(part.nbytes for part in (fed.train.x, fed.train.y, fed.train.rows) if part is not None)
+    data_bytes = sum(part.nbytes for part in (fed.train.x, fed.train.y, fed.train.rows) if part is not None)
     built = time.process_time()
     common = {"lr": 0.05, "local_steps": local_steps, "batch_size": batch}
     method = {
@@ -108,15 +107,15 @@ def measure(point: Point) -> dict[str, Any]:
         "rounds": len(spent),
         "setup_s": times[0] - built,
         "peak_mb": peak / 1e6,
-        "import_mb": before / 1e6,
-        "data_mb": held / 1e6,
-        "own_mb": (peak - before - held) / 1e6,
+        "import_mb": imports / 1e6,
+        "data_mb": data_bytes / 1e6,
+        "own_mb": (peak - imports - data_bytes) / 1e6,
     }
 
 
 def _setting(point: Point, np: Any, torch: Any, cf: Any) -> tuple[Any, Any, int | None, int, int]:
     """Data, model, participants, local steps and batch of a point."""
-    from comfedl.data.client_names import Numbered
+    from comfedl.data.client_names import NumberedNames
     from comfedl.data.federated import Split
 
     generator = torch.Generator().manual_seed(0)
@@ -136,12 +135,12 @@ def _setting(point: Point, np: Any, torch: Any, cf: Any) -> tuple[Any, Any, int 
     clients, steps = (point.value, 5) if point.axis == "participants" else (10, point.value)
     x, y = samples(60_000, 784)
     rows = torch.randint(0, len(x), (clients * 60,), generator=generator)
-    split = Split(x, y, Numbered(clients), np.arange(clients + 1) * 60, rows)
+    split = Split(x, y, NumberedNames(clients), np.arange(clients + 1) * 60, rows)
     return cf.FederatedData.from_splits({"train": split}), model, None, steps, 50
 
 
 def _rounds(point: Point) -> int:
-    """As many rounds as can be waited for."""
+    """The number of rounds to time: fewer if they take long."""
     if point.axis == "clients":
         return 40
     if point.axis == "participants":
@@ -154,7 +153,7 @@ def _peak() -> int:
 
 
 def run_point(point: Point) -> dict[str, Any]:
-    """Run a point in a fresh process."""
+    """Run a point in a new process."""
     paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": paths}
     command = [sys.executable, "-m", "benchmarks.growth", "--point", json.dumps(asdict(point))]
@@ -165,8 +164,8 @@ def run_point(point: Point) -> dict[str, Any]:
     return found
 
 
-def gathered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a point: over its repeats the smallest median time and the largest peak."""
+def merge_repeats(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per point: the smallest median time and the largest peak over its repeats."""
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["axis"], row["value"], row["method"]), []).append(row)
@@ -177,14 +176,14 @@ def gathered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def kept(path: Path, measured: list[str]) -> list[dict[str, Any]]:
-    """The points of earlier on the axes that are not measured now."""
+def other_axes(path: Path, measured: list[str]) -> list[dict[str, Any]]:
+    """Earlier points on the axes that are not measured now."""
     earlier = json.loads(path.read_text())["points"] if path.exists() else []
     return [point for point in earlier if point["axis"] not in measured]
 
 
 def claims(points: list[dict[str, Any]]) -> dict[str, Any]:
-    """The numbers that the documents promise."""
+    """The numbers quoted in the documentation."""
     by = {(row["axis"], row["value"], row["method"]): row for row in points}
     out: dict[str, Any] = {}
     for method in NAMES:
@@ -202,7 +201,7 @@ def claims(points: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and on what this was measured."""
+    """The machine, software and commit of the measurement."""
     import torch
 
     def git(*arguments: str) -> str:
@@ -226,19 +225,19 @@ def _lines(path: str) -> list[str]:
 
 
 def draw(points: list[dict[str, Any]], path: Path) -> None:
-    """Four panels, time above and memory below, one column an axis."""
+    """Time above, memory below, one column per axis."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     titles = {
-        "clients": ("clients (100 take part)", "a"),
+        "clients": ("clients (100 participate)", "a"),
         "participants": ("participants (all clients)", "b"),
         "parameters": ("parameters", "c"),
         "steps": ("local steps", "d"),
     }
-    # Okabe and Ito's colours, which people who confuse some can tell apart; the markers differ too.
+    # The palette of Okabe and Ito, safe for the colour-blind; markers differ too.
     looks = {
         "fedavg": ("#0072B2", "o"),
         "comfedl-kl": ("#D55E00", "s"),
@@ -250,7 +249,7 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
     with pyplot.rc_context(style):
         figure, panels = pyplot.subplots(2, 4, figsize=(7.6, 3.9), sharex="col", layout="constrained")
         for column, (axis, (title, letter)) in enumerate(titles.items()):
-            for row, (key, unit) in enumerate((("round_ms", "time of a round (ms)"), ("peak_mb", "peak memory (MB)"))):
+            for row, (key, unit) in enumerate((("round_ms", "time per round (ms)"), ("peak_mb", "peak memory (MB)"))):
                 panel = panels[row][column]
                 for method, (colour, marker) in looks.items():
                     mine = sorted(
@@ -280,28 +279,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few small points")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks")
-    parser.add_argument("--repeats", type=int, default=3, help="processes a point; the fastest counts")
-    parser.add_argument("--axes", nargs="*", default=list(AXES), choices=list(AXES), help="others stay as they are")
+    parser.add_argument("--repeats", type=int, default=3, help="processes per point; the fastest counts")
+    parser.add_argument("--axes", nargs="*", default=list(AXES), choices=list(AXES), help="the others are kept")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.point:
         print(json.dumps(measure(Point(**json.loads(arguments.point)))))
         return
     axes, where, rows = QUICK if arguments.quick else AXES, machine(), []
-    # The points of an axis take turns, so that a slow minute of the machine does not fall on one of them alone.
+    # The points of an axis take turns, so that a slow minute of the machine does not affect only one of them.
     for axis in arguments.axes:
         for repeat in range(1 if arguments.quick else arguments.repeats):
             for value in axes[axis]:
                 for method in METHODS[axis]:
                     rows.append(run_point(Point(axis, value, method, repeat)) | {"commit": where["commit"]})
-                    told = rows[-1]
+                    row = rows[-1]
                     print(
-                        f"{axis:12} {value:>9} {method:11} {told['round_ms']:9.2f} ms a round, peak "
-                        f"{told['peak_mb']:7.0f} MB, own {told['own_mb']:7.0f} MB, set up {told['setup_s']:.2f} s",
+                        f"{axis:12} {value:>9} {method:11} {row['round_ms']:9.2f} ms per round, peak "
+                        f"{row['peak_mb']:7.0f} MB, own {row['own_mb']:7.0f} MB, setup {row['setup_s']:.2f} s",
                         flush=True,
                     )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    points = kept(arguments.out / "growth.json", arguments.axes) + gathered(rows)
+    points = other_axes(arguments.out / "growth.json", arguments.axes) + merge_repeats(rows)
     points.sort(key=lambda p: (list(AXES).index(p["axis"]), p["value"], list(NAMES).index(p["method"])))
     with (arguments.out / "growth.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(points[0]), lineterminator="\n")

@@ -1,10 +1,10 @@
-"""Our own rounds against the plain loops, in one process and in turns: a quick look while working on speed.
+"""comfedl's rounds against plain loops, in one process and in turns: a quick check while working on speed.
 
     OMP_NUM_THREADS=1 python -m benchmarks.ours [W1 W2 W3 "W4 first" "W4 exact"] [--repeats 7]
 
-The workloads are in ``workloads.py``. Here a round is the method's own, with nothing of ``fit`` around it, one client
-after another ("serial") and as the engine chooses ("auto"); ``python -m benchmarks.peers`` times ``fit`` itself, with
-the peers beside it. CPU milliseconds a round, medians; ratios carry from one machine to another, times do not.
+The workloads are in ``workloads.py``. Times a method's round without ``fit`` around it, one client after another
+("serial") and as the engine chooses ("auto"); ``python -m benchmarks.peers`` times ``fit`` itself and its peers. Prints
+median CPU milliseconds per round; ratios carry over to other machines, times do not.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from benchmarks.peers.loops import lean_round, loop_round
 from benchmarks.peers.ours import federated, method
 from benchmarks.workloads import WORKS, Work, build
-from comfedl.algorithms.context import Round
-from comfedl.core.objectives import Learner, Model
+from comfedl.algorithms.context import RoundContext
+from comfedl.core.learner import Learner, Model
 from comfedl.engines import make_engine
 from comfedl.models.losses import LOSSES
 
-TURN = 0.5  # CPU seconds that a turn aims at
+TURN = 0.5  # target CPU seconds per turn
 
 
 def ours(work: Work, vectorize: str) -> Callable[[], None]:
-    """A round of comfedl's method on its engine."""
+    """A round of the method on comfedl's engine."""
     algorithm, module, numbers = method(work), build(work), count(1)
     model = Model(params={name: part.detach() for name, part in module.named_parameters()}, buffers={})
     learner, state = Learner(module, *LOSSES["cross_entropy"]), algorithm.client_state(model)
@@ -38,13 +38,13 @@ def ours(work: Work, vectorize: str) -> Callable[[], None]:
 
     def round() -> None:
         nonlocal server
-        server, _ = algorithm.round(server, Round(next(numbers), 0, work.clients, engine))
+        server, _ = algorithm.round(server, RoundContext(next(numbers), 0, work.clients, engine))
 
     return round
 
 
 def seconds(round: Callable[[], None], rounds: int) -> float:
-    """CPU seconds a round."""
+    """CPU seconds per round."""
     start = time.process_time()
     for _ in range(rounds):
         round()
@@ -52,14 +52,14 @@ def seconds(round: Callable[[], None], rounds: int) -> float:
 
 
 def medians(work: Work, repeats: int) -> dict[str, float]:
-    """CPU milliseconds a round of each way, all in turns."""
+    """CPU milliseconds per round of each variant, measured in turns."""
     ways = {
         "loop": loop_round(work)[1],
         "lean": lean_round(work)[1],
         "serial": ours(work, "serial"),
         "auto": ours(work, "auto"),
     }
-    turns = {way: 1 + int(TURN / max(seconds(round, 1), 1e-6)) for way, round in ways.items()}  # and this warms up
+    turns = {way: 1 + int(TURN / max(seconds(round, 1), 1e-6)) for way, round in ways.items()}  # also a warm-up
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(repeats):
         for way, round in ways.items():
@@ -74,7 +74,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.works:
         if name not in WORKS:
-            parser.error(f"{name!r} is no workload; give some of {', '.join(map(repr, WORKS))}.")
+            parser.error(f"{name!r} is not a workload; choose from {', '.join(map(repr, WORKS))}.")
     torch.set_num_threads(1)
     columns = ("loop ms", "lean ms", "serial ms", "auto ms", "loop/serial", "loop/auto", "lean/auto")
     print(" " * 9 + "".join(f"{column:>12}" for column in columns))

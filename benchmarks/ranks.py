@@ -1,11 +1,11 @@
-"""Wall time of a round, of the four-layer CNN (W3) above all: one process and thread against ranks with one each.
+"""Wall time per round, mainly of the four-layer CNN (W3): one process against several ranks, one thread each.
 
     python -m benchmarks.ranks [--ranks 2] [--repeats 7] [--rounds 5] [--works W1 W3]
 
-It starts itself under torchrun. In turns, the first rank runs the embedded engine while the others wait, and all of
-them run the distributed one, FedAvg on the same data. That both end with the same model is checked in float64: in
-float32 they were 1.5e-4 apart after five rounds of W3, which a bound could not tell from a small mistake.
-``ranks.json`` gets the seconds of every round, the machine with its load, and the commit; ``ranks.md`` the medians.
+It starts itself under torchrun. In turns, the first rank runs the embedded engine while the others wait, and all ranks
+run the distributed engine, with FedAvg on the same data. The script checks in float64 that both end with the same
+model; in float32 they differed by 1.5e-4 after five rounds of W3, too much to rule out a small mistake. It writes the
+seconds of every round, the machine with its load and the commit to ``ranks.json``, the medians to ``ranks.md``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch
 
 import comfedl as cf
 from benchmarks.cores import Clock
-from benchmarks.peers.report import machine, told, write_found
+from benchmarks.peers.report import machine, machine_line, write_results
 from benchmarks.workloads import LR, STEPS, WORKS, build, parts
 
 ROOT = Path(__file__).resolve().parents[1]
-BOUND = 1e-10  # rounding, after some rounds in float64
-AIM = 1.6  # for two ranks
+TOLERANCE = 1e-10  # rounding errors after a few rounds in float64
+GOAL = 1.6  # speed-up with two ranks
 
 
 def timed(engine: str, work: str, rounds: int, dtype: torch.dtype = torch.float32) -> tuple[list[float], cf.Result]:
-    """Seconds of each round, and the result. The first round warms up, and the last has the evaluation."""
+    """Seconds of each round, and the result. The first round is a warm-up, and the last has the evaluation."""
     fed = cf.FederatedData({f"{i:04d}": part for i, part in enumerate(parts(WORKS[work]))})
     clock, algorithm = Clock(), cf.FedAvg(lr=LR, local_steps=STEPS, batch_size=WORKS[work].batch)
     count = rounds + 2
@@ -44,7 +44,7 @@ def timed(engine: str, work: str, rounds: int, dtype: torch.dtype = torch.float3
 
 
 def measure(works: list[str], repeats: int, rounds: int, out: Path) -> None:
-    """What each rank does; the first one has the clock."""
+    """Run on every rank; the first one measures."""
     torch.set_num_threads(1)
     first = os.environ["RANK"] == "0"
     where = machine(ROOT, torch.__version__, None) if first else {}
@@ -54,12 +54,12 @@ def measure(works: list[str], repeats: int, rounds: int, out: Path) -> None:
     where["load_at_end"] = os.getloadavg()
     write(out, {"machine": where, "ranks": int(os.environ["WORLD_SIZE"]), "works": found})
     for work, each in found.items():
-        if each["apart"] > BOUND:
-            sys.exit(f"The models of {work} are {each['apart']:.3g} apart, which is more than rounding.")
+        if each["apart"] > TOLERANCE:
+            sys.exit(f"The models of {work} differ by {each['apart']:.3g}, more than rounding errors.")
 
 
 def one_work(work: str, repeats: int, rounds: int, first: bool) -> dict[str, Any]:
-    """Medians over turns of the medians over a turn's rounds, and the ratio of each turn; for the first rank alone."""
+    """The median over turns of each turn's median, and the ratio of each turn; only on the first rank."""
     times: dict[str, list[list[float]]] = {"embedded": [], "distributed": []}
     engines = list(times) if first else ["distributed"]
     models = [timed(engine, work, 1, torch.float64)[1].params for engine in engines]
@@ -82,9 +82,9 @@ def one_work(work: str, repeats: int, rounds: int, first: bool) -> dict[str, Any
 def write(out: Path, found: dict[str, Any]) -> None:
     ranks = found["ranks"]
     lines = [
-        "Wall milliseconds a round, FedAvg, one thread a process, medians over turns:",
+        "Wall milliseconds per round, FedAvg, one thread per process, medians over turns:",
         "",
-        f"| | one process | {ranks} ranks | ratio, its median (least to most) | models apart in float64 |",
+        f"| | one process | {ranks} ranks | median ratio (min to max) | difference of the models in float64 |",
         "|---|---|---|---|---|",
     ]
     for work, each in found["works"].items():
@@ -93,12 +93,12 @@ def write(out: Path, found: dict[str, Any]) -> None:
         lines.append(f"| {work} | {one} | {several} | {spread} | {each['apart']:.0e} |")
     lines += [
         "",
-        told(found["machine"]),
+        machine_line(found["machine"]),
     ]
     if "W3" in found["works"] and ranks == 2:
-        reached = found["works"]["W3"]["ratio"] >= AIM
-        lines.append(f"The aim on W3 was {AIM} times: {'reached' if reached else '**not reached**'}.")
-    write_found(out, "ranks", found, lines)
+        reached = found["works"]["W3"]["ratio"] >= GOAL
+        lines.append(f"The goal on W3 was a speed-up of {GOAL}: {'reached' if reached else '**not reached**'}.")
+    write_results(out, "ranks", found, lines)
 
 
 def main() -> None:

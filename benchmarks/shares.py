@@ -1,10 +1,10 @@
-"""Where the time of our rounds goes, and how far they are from the arithmetic limit.
+"""Where the time of a round goes, and how far it is from the arithmetic limit.
 
     OMP_NUM_THREADS=1 python -m benchmarks.shares [W1 W2 W3 "W4 first" "W4 exact"]
 
-The limit is the multiplications and additions of the model's products, convolutions as they are defined, at the speed
-of one large product on one thread, measured in the same run. Shares are torch's own profile of a few rounds; it sees
-operations and NumPy's products, not Python.
+The limit is the number of floating-point operations in the model's matrix products and (direct) convolutions, at the
+speed of one large matrix product on one thread, measured in the same run. The shares are from torch's profile of a few
+rounds, which sees torch operations but not Python.
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
-from unittest import mock
 
-import numpy as np
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.ours import ours, seconds
 from benchmarks.workloads import STEPS, WORKS, Work, build
 
-NUMPY = "numpy.matmul"
 KINDS = {
     "products": (
         "bmm",
@@ -36,7 +31,6 @@ KINDS = {
         "convolution",
         "mkldnn_convolution",
         "convolution_backward",
-        NUMPY,
     ),
     "gathering batches": ("index_select",),
     "normalising, pooling": (
@@ -49,9 +43,9 @@ KINDS = {
 
 
 def flops(work: Work) -> float:
-    """The operations of a round's products: a layer takes three for a gradient, and six for a Hessian's product.
+    """The operations of a round: per layer three products for a gradient, and six for a Hessian-vector product.
 
-    For the first layer it is two for either: nothing goes further back, and nothing moves before it.
+    The first layer takes two for either, since its input has no gradient and does not change.
     """
     shapes: dict[nn.Module, int] = {}
     net = build(work)
@@ -66,7 +60,7 @@ def flops(work: Work) -> float:
 
 
 def speed() -> float:
-    """Operations a second of one large product."""
+    """Operations per second of one large matrix product."""
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
 
     def once() -> float:
@@ -77,19 +71,13 @@ def speed() -> float:
     return statistics.median(once() for _ in range(15))
 
 
-def seen_by_torch(*given: Any, plain: Callable[..., Any] = np.matmul, **options: Any) -> Any:
-    """NumPy's product, in torch's profile."""
-    with record_function(NUMPY):
-        return plain(*given, **options)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Where our time goes.")
+    parser = argparse.ArgumentParser(description="Where the time goes.")
     parser.add_argument("works", nargs="*", default=list(WORKS)[1:], help="some of " + ", ".join(WORKS))
     torch.set_num_threads(1)
     per_second = speed()
     print(f"one large product: {per_second / 1e9:.0f} GFLOP/s on one thread\n")
-    print("| workload | ms a round | limit, ms | times the limit | " + " | ".join(KINDS) + " | other operations |")
+    print("| workload | ms per round | limit, ms | times the limit | " + " | ".join(KINDS) + " | other operations |")
     print("|---|---|---|---|" + "---|" * (len(KINDS) + 1))
     for name in parser.parse_args().works:
         work = WORKS[name]
@@ -97,7 +85,7 @@ def main() -> None:
         round()
         rounds = max(3, int(1 / seconds(round, 1)))
         spent = statistics.median(seconds(round, max(1, rounds // 5)) for _ in range(5)) * 1e3
-        with mock.patch.object(np, "matmul", seen_by_torch), profile(activities=[ProfilerActivity.CPU]) as seen:
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
             for _ in range(min(rounds, 10)):
                 round()
         times = {event.key.removeprefix("aten::"): event.self_cpu_time_total for event in seen.key_averages()}

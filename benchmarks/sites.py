@@ -1,13 +1,13 @@
-"""What a round of very many sites costs: traffic as the ledger counts it, and a simulated estimate of the time.
+"""The cost of a round with very many sites: traffic as comfedl counts it, and a simulated estimate of the time.
 
     python -m benchmarks.sites [--server-mbit 1000] [--up-mbit 20] [--down-mbit 100] [--train-s 10] [--spread 0.5] ...
 
-Measured here: the bytes of each method (from ``Result.traffic`` of short runs on the four-layer CNN), and how long a
-server takes to read, check and add up replies. Assumed, and named in the output: the links, and the time that sites
-train. The time of a round is then simulated, without any network: the server's link sends to one site after another,
-each site receives at its own speed, trains for a time drawn from a log-normal law, and sends; the link and one core
-take the replies in the order in which they come. With a middle layer each of its aggregators does this with its share
-of the sites and its own link, and sends one sum to the server. ``sites.json`` and ``sites.md`` get the results.
+Measured: the bytes of each method (``Result.traffic`` of short runs on the four-layer CNN), and the time that a server
+takes to read, check and aggregate replies. Assumed, and stated in the output: link speeds and training times. The time
+of a round is then simulated, without a network: the server's link sends to one site after another, each site receives
+at its own speed, trains for a log-normally distributed time, and sends; the link and one core process the replies in
+the order of arrival. With a middle layer, each aggregator does this for its share of the sites on its own link, and
+sends one sum to the server. The results go to ``sites.json`` and ``sites.md``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SITES = (10, 100, 1_000, 10_000)
 
 @dataclass(frozen=True)
 class World:
-    """What is assumed; speeds in Mbit/s, times in seconds."""
+    """The assumptions; speeds in Mbit/s, times in seconds."""
 
     server_mbit: float = 1000.0
     up_mbit: float = 20.0
@@ -59,7 +59,7 @@ class World:
 
 
 def ledger(clients: int = 8, rounds: int = 2) -> dict[str, dict[str, float]]:
-    """Bytes that each method sends to and gets from a participant in a round."""
+    """Bytes that each method sends to and receives from a participant per round."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(8, 3, 32, 32, generator=generator), torch.randint(0, 10, (8,), generator=generator)
     fed = cf.FederatedData({str(i): (x, y) for i in range(clients)})
@@ -73,8 +73,8 @@ def ledger(clients: int = 8, rounds: int = 2) -> dict[str, dict[str, float]]:
     return found
 
 
-def seconds_a_byte(size: int, replies: int = 8) -> float:
-    """How long one core of the server takes for a reply, by byte: to read it, to check it and to add it up."""
+def seconds_per_byte(size: int, replies: int = 8) -> float:
+    """The time of one server core to read, check and aggregate a reply, per byte."""
     sent = save({"params": torch.randn(size // 4)})
     times = []
     for _ in range(5):
@@ -87,33 +87,33 @@ def seconds_a_byte(size: int, replies: int = 8) -> float:
 
 
 def seconds(world: World, sites: int, size: int, core: float, rng: np.random.Generator) -> tuple[float, float]:
-    """One round of one aggregator with its sites: when it has all replies, and when its sites have trained."""
+    """One round of an aggregator: the time until it has all replies, and until all its sites have trained."""
     link, mega = world.server_mbit, 8e-6 * size
     sent = np.arange(1, sites + 1) * mega / link
     received = np.maximum(sent, sent - mega / link + mega / world.down_mbit) + world.latency_s
     trained = received + world.train_s * rng.lognormal(0.0, world.spread, sites)
     arrives = np.sort(trained + mega / world.up_mbit + world.latency_s)
-    return _served(arrives, max(mega / link, core * size)), float(trained.max())
+    return _last_served(arrives, max(mega / link, core * size)), float(trained.max())
 
 
-def _served(arrivals: NDArray[np.float64], each: float) -> float:
-    """When the last of these is done, one after another, each taking so long."""
+def _last_served(arrivals: NDArray[np.float64], each: float) -> float:
+    """When the last arrival is done if they are served one after another, ``each`` seconds long."""
     left = np.arange(len(arrivals), 0, -1) * each
     return float((arrivals + left).max())
 
 
 def layered(world: World, sites: int, size: int, core: float, groups: int, rng: np.random.Generator) -> float:
-    """One round with aggregators between the server and the sites."""
+    """The time of a round with aggregators between the server and the sites."""
     mega = 8e-6 * size
     begins = np.arange(1, groups + 1) * mega / world.server_mbit + world.latency_s
     shares = [len(part) for part in np.array_split(np.arange(sites), groups)]
     ends = [start + seconds(world, share, size, core, rng)[0] for start, share in zip(begins, shares, strict=True)]
     arrives = np.sort(np.array(ends)) + world.latency_s
-    return _served(arrives, max(mega / world.server_mbit, core * size))
+    return _last_served(arrives, max(mega / world.server_mbit, core * size))
 
 
 def estimate(world: World, model: str, size: int, core: float) -> list[dict[str, Any]]:
-    """Medians over simulated rounds in which all sites take part."""
+    """Medians over simulated rounds with full participation."""
     rows = []
     for sites in SITES:
         rng, groups = np.random.default_rng(sites), math.isqrt(sites)
@@ -138,7 +138,7 @@ def estimate(world: World, model: str, size: int, core: float) -> list[dict[str,
 def as_markdown(found: dict[str, Any]) -> str:
     where, world = found["machine"], found["assumed"]
     lines = [
-        "Bytes a participant and round, four-layer CNN in float32, counted by the ledger:",
+        "Bytes per participant and round, four-layer CNN in float32, as comfedl counts them:",
         "",
         "| method | to the site | from the site |",
         "|---|---|---|",
@@ -146,9 +146,9 @@ def as_markdown(found: dict[str, Any]) -> str:
     lines += [f"| {name} | {each['down']:,.0f} | {each['up']:,.0f} |" for name, each in found["ledger"].items()]
     lines += [
         "",
-        f"Simulated: all sites take part; server and aggregators {world['server_mbit']:g} Mbit/s each way, sites "
+        f"Simulated: all sites participate; server and aggregators {world['server_mbit']:g} Mbit/s each way, sites "
         f"{world['down_mbit']:g} down and {world['up_mbit']:g} up, {world['latency_s']:g} s latency; training "
-        f"{world['train_s']:g} s in the median, log-normal with spread {world['spread']:g}; no site fails. Medians of "
+        f"{world['train_s']:g} s (median), log-normal with spread {world['spread']:g}; no site fails. Medians of "
         f"{world['rounds']} rounds. The model goes down and up once (FedAvg, ComFedL, DAMAML, Ditto).",
         "",
         "| model | sites | through the server | replies in memory | slowest site has trained after | round, flat "
@@ -164,14 +164,14 @@ def as_markdown(found: dict[str, Any]) -> str:
     rates = " and ".join(f"{1e-6 / each:,.0f} MB/s ({name})" for name, each in found["core_s_per_byte"].items())
     lines += [
         "",
-        f"One core of the server reads, checks and adds up {rates}, measured here: {where['cpu']}, torch "
+        f"One core of the server reads, checks and aggregates {rates}, measured on {where['cpu']}, torch "
         f"{where['torch']}, commit {where['commit']}, {where['date']}, load {where['load_at_start'][0]:.1f}.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _size(count: float) -> str:
-    """Bytes, to read.
+    """A readable number of bytes.
 
     >>> _size(1_230_000)
     '1.2 MB'
@@ -183,7 +183,7 @@ def _size(count: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Traffic by the ledger and simulated time of rounds with many sites.")
+    parser = argparse.ArgumentParser(description="Traffic and simulated time of rounds with many sites.")
     for name, value in asdict(World()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks")
@@ -192,7 +192,7 @@ def main() -> None:
     torch.set_num_threads(1)
     world, sent = World(**given), ledger()
     sizes = {name: size or round(sent["FedAvg"]["up"]) for name, size in MODELS.items()}
-    core = {name: seconds_a_byte(size) for name, size in sizes.items()}
+    core = {name: seconds_per_byte(size) for name, size in sizes.items()}
     found = {
         "machine": machine(ROOT, torch.__version__, None),
         "assumed": asdict(world),

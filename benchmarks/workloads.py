@@ -1,9 +1,9 @@
-"""The workloads W1 to W4 in plain torch, so that any environment with torch can run them.
+"""The workloads W1 to W4 in plain torch, so that they run in any environment with torch.
 
 W1: softmax regression 784 -> 10, 10 clients, batch 50. W2: the same, 1,000 clients, batch 20. W3: the four-layer CNN
 (32 filters, batch statistics) on 3x32x32, 10 clients, batch 32. W4: W3 with one-step MAML, first order or exact. All
-clients take part, with five local steps of SGD. A client holds as many samples as five batches, so that an epoch is the
-five steps: a framework that counts epochs does the same work as one that counts steps. W0 is a tiny one, for trying.
+clients participate, with five local steps of SGD. A client holds exactly five batches of samples, so that frameworks
+that count epochs do the same work as those that count steps. W0 is a tiny one, for tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLASSES, STEPS, LR, ADAPT = 10, 5, 0.01, 0.05
 
 @dataclass(frozen=True)
 class Work:
-    """One workload; ``maml`` is "first" or "exact" where the method is MAML, else it is federated averaging."""
+    """One workload; ``maml`` is "first" or "exact" for MAML, None for federated averaging."""
 
     model: str
     shape: tuple[int, ...]
@@ -29,12 +29,12 @@ class Work:
 
     @property
     def samples(self) -> int:
-        """How many samples a client holds: an epoch is the local steps."""
+        """The number of samples per client: one epoch takes the local steps."""
         return STEPS * self.batch
 
     @property
     def passes(self) -> dict[int, int]:
-        """How many gradients a round takes, by batch size."""
+        """The number of gradients per round, by batch size."""
         return {self.batch: self.clients * STEPS * (2 if self.maml else 1)}
 
 
@@ -49,7 +49,7 @@ WORKS = {
 
 
 def data(work: Work) -> tuple[Tensor, Tensor]:
-    """The samples of all clients, one client after another: random inputs, with labels by a random linear teacher."""
+    """The samples of all clients, client by client: random inputs, labelled by a random linear teacher."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(work.clients * work.samples, *work.shape, generator=generator)
     teacher = torch.randn(math.prod(work.shape), CLASSES, generator=generator)
@@ -62,7 +62,7 @@ def parts(work: Work) -> list[tuple[Tensor, Tensor]]:
 
 
 def build(work: Work) -> nn.Module:
-    """The model at its start, always the same. It is marked, so that ``counting`` knows its passes."""
+    """The initial model, always the same; its mark lets ``Counting`` recognise it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = softmax(work.shape) if work.model == "softmax" else cnn4(work.shape)

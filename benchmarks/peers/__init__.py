@@ -1,7 +1,7 @@
-"""Rounds of comfedl, of its peers and of plain loops, side by side: ``python -m benchmarks.peers``.
+"""Compares rounds of comfedl, of other frameworks and of plain loops: ``python -m benchmarks.peers``.
 
-The driver (``driver.py``) starts one process for each peer, all pinned to one core with one thread, and lets them take
-turns. A worker (``worker.py``) hands its peer's own training loop a ``Pace`` (``pace.py``), which the loop calls at the
-end of every round and in which it waits for its next turn. ``roster.py`` says who is there and what each cannot do,
-``venvs.py`` makes an environment for each, ``report.py`` and ``figure.py`` write what was found.
+The driver (``driver.py``) starts a process per peer, all pinned to one core with one thread, and makes them take turns.
+A worker (``worker.py``) passes a ``Pace`` (``pace.py``) to its peer's training loop, which calls it at the end of every
+round and thereby waits for its next turn. ``roster.py`` lists the peers and what each cannot do, ``venvs.py`` creates
+their environments, ``report.py`` and ``figure.py`` write the results.
 """

@@ -1,10 +1,14 @@
-"""``python -m benchmarks.peers``: rounds of comfedl and of its peers, side by side."""
+"""``python -m benchmarks.peers``: compares rounds of comfedl with those of its peers."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,25 +18,29 @@ from benchmarks.peers import report, venvs
 from benchmarks.peers.driver import ROOT, Plan, measure
 from benchmarks.peers.roster import PEERS
 
-# Those of one name take turns with one another.
+# The variants of a workload take turns.
 WORKS = {"W0": ["W0"], "W1": ["W1"], "W2": ["W2"], "W3": ["W3"], "W4": ["W4 first", "W4 exact"]}
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=["W1", "W2", "W3", "W4"], metavar="W")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
-    parser.add_argument("--repeats", type=_whole, default=7, help="turns for each peer (default 7)")
-    parser.add_argument("--seconds", type=_positive, default=1.0, help="CPU seconds that a turn aims at (default 1)")
-    parser.add_argument("--limit", type=_positive, default=300.0, help="seconds for a start or a turn (default 300)")
+    peers = [peer for peer in PEERS if peer != "before"]
+    parser.add_argument("--peers", nargs="+", choices=peers, default=peers, metavar="PEER", help=", ".join(peers))
+    parser.add_argument("--repeats", type=_whole, default=7, help="turns per peer (default 7)")
+    parser.add_argument("--seconds", type=_positive, default=1.0, help="target CPU seconds per turn (default 1)")
+    parser.add_argument(
+        "--limit", type=_positive, default=300.0, help="seconds allowed for a start or turn (default 300)"
+    )
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks"), help="folder for the results")
     folder = Path(os.environ.get("COMFEDL_BENCHMARK_VENVS", ROOT / ".benchmarks"))
     where = "folder of the peers' environments (default $COMFEDL_BENCHMARK_VENVS, or .benchmarks)"
     parser.add_argument("--venvs", type=Path, default=folder, help=where)
-    parser.add_argument("--build", action="store_true", help="make the environments and stop")
+    parser.add_argument("--before", metavar="REV", help="also run comfedl as of this commit, beside the others")
+    parser.add_argument("--build", action="store_true", help="create the environments and exit")
     found = parser.parse_args(given)
     if found.out.exists() and not found.out.is_dir():
-        parser.error(f"--out is {found.out}, which is a file; give a folder, or a name that is still free.")
+        parser.error(f"--out is {found.out}, which is a file; give a folder or a new name.")
     return found
 
 
@@ -56,10 +64,27 @@ def main(given: list[str] | None = None) -> int:
     asked = arguments(given)
     torch = version("torch").split("+")[0]
     core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else None
-    plan = Plan(asked.repeats, asked.seconds, asked.limit, core)
+    with checkout(asked.before) as before:
+        return run(asked, torch, Plan(asked.repeats, asked.seconds, asked.limit, core, before))
+
+
+@contextmanager
+def checkout(commit: str | None) -> Iterator[Path | None]:
+    """A folder with the files of another commit, while it is needed."""
+    if commit is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="before") as folder:
+        tree = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "x"], cwd=folder, input=tree, check=True)
+        yield Path(folder)
+
+
+def run(asked: argparse.Namespace, torch: str, plan: Plan) -> int:
+    peers, core = [*asked.peers, *(["before"] if plan.before else [])], plan.core
 
     made: dict[str, Path | venvs.NotBuilt] = {}
-    for peer in asked.peers:
+    for peer in peers:
         try:
             made[peer] = venvs.interpreter(peer, asked.venvs.absolute(), torch)
         except venvs.NotBuilt as error:
@@ -76,17 +101,17 @@ def main(given: list[str] | None = None) -> int:
 
     results: dict[str, Any] = {
         "machine": report.machine(ROOT, torch, core),
-        "plan": vars(plan),
+        "plan": {**vars(plan), "before": asked.before},
         "versions": {},
         "works": {},
     }
     for group in dict.fromkeys(asked.works):
         results["works"] |= measure(WORKS[group], list(made), plan, python)
         results["versions"] = {peer: venvs.versions(peer, asked.venvs) for peer in made if PEERS[peer].requires}
-        report.write(asked.out, results)  # after each of them, so that a stop loses little
+        report.write(asked.out, results)  # after each workload, so that an interruption loses little
     print(report.as_markdown(results["works"], results["machine"]))
     if find_spec("matplotlib") is None:
-        print("No picture: matplotlib is not installed (pip install 'comfedl[plot]').", file=sys.stderr)
+        print("No plot: matplotlib is not installed (pip install 'comfedl[plot]').", file=sys.stderr)
     else:
         from benchmarks.peers.figure import draw
 

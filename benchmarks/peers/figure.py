@@ -1,4 +1,4 @@
-"""The picture: how many times our time each peer takes, with the quartiles."""
+"""The plot: the time of each peer in multiples of comfedl's, with quartiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 from benchmarks.peers.report import Records, rows
 from benchmarks.peers.roster import PEERS
 
-# Okabe and Ito's colours, which readers tell apart whatever their eyes; the marks say the same without colour.
+# The palette of Okabe and Ito, safe for the colour-blind; markers differ too.
 LOOK = {
     "loop": ("#000000", "o"),
     "lean": ("#E69F00", "s"),
@@ -42,7 +42,7 @@ TITLES = {
 
 
 def draw(records: Records, place: Path) -> bool:
-    """Draw the ratios; False where there are none."""
+    """Plot the ratios; return False if there are none."""
     table = [row for row in rows(records) if row["peer"] in LOOK]
     shown = [row for row in table if "ratio" in row and row["status"] == "ok"]
     if not shown:
@@ -77,7 +77,7 @@ def draw(records: Records, place: Path) -> bool:
         axes.tick_params(axis="y", length=0, pad=6)
         axes.grid(axis="x", color="0.92", linewidth=0.5)
         axes.set_axisbelow(True)
-        axes.set_xlabel("CPU time of a round, in multiples of comfedl's (median and quartiles)")
+        axes.set_xlabel("CPU time per round, in multiples of comfedl's (median and quartiles)")
         if any(row["work_done"] != "the same" for row in shown):
             note = r"$^\dagger$ not the same work: see the table"
             axes.annotate(note, (1, 0), (0, -38), "axes fraction", "offset points", ha="right", va="top", size=7.5)
@@ -90,9 +90,9 @@ def draw(records: Records, place: Path) -> bool:
 def _point(axes: Any, row: dict[str, Any], y: float, right: float) -> None:
     colour, mark = LOOK[row["peer"]]
     if "ratio" not in row:
-        told = row["note"] if row["status"] == "late" else "failed"
+        text = row["note"] if row["status"] == "late" else "failed"
         axes.plot(right, y, mark, color=colour, markersize=4.5, clip_on=False)
-        axes.annotate(told, (right, y), (-6, 0), textcoords="offset points", ha="right", va="center", size=7.5)
+        axes.annotate(text, (right, y), (-6, 0), textcoords="offset points", ha="right", va="center", size=7.5)
         return
     low, middle, high = row["ratio_q1"], row["ratio"], row["ratio_q3"]
     bars = {"elinewidth": 0.9, "capsize": 2.5, "capthick": 0.9}

@@ -1,4 +1,4 @@
-"""The loops that a user would write in plain torch, slicing tensors."""
+"""The loops that a user would write in plain torch, on tensors in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _pace(rounds: Rounds, pace: Pace) -> None:
 
 
 def loop_round(work: Work) -> Rounds:
-    """A copy of the model and an optimiser for each client; exact MAML by differentiating through the inner step."""
+    """A model copy and an optimiser per client; exact MAML by differentiating through the inner step."""
     server, batch = build(work), batches(work)
 
     def backward(local: nn.Module, on: Batch) -> None:
@@ -81,31 +81,31 @@ def loop_round(work: Work) -> Rounds:
 
 
 def lean_round(work: Work) -> Rounds:
-    """One copy of the model, neither optimiser nor deepcopy; exact MAML as v - a H v, one product with the Hessian."""
+    """One model copy, no optimiser and no deepcopy; exact MAML as v - a H v, with one Hessian-vector product."""
     server, batch = build(work), batches(work)
     local = copy.deepcopy(server)
     params = list(local.parameters())
 
-    def slope(on: Batch, curved: bool = False) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(cross_entropy(local(on[0]), on[1]), params, create_graph=curved)
+    def gradient(on: Batch, create_graph: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(cross_entropy(local(on[0]), on[1]), params, create_graph=create_graph)
 
-    def meta_slope(client: int) -> tuple[Tensor, ...]:
-        curved = work.maml == "exact"
-        inner = slope(batch(client), curved)
+    def meta_gradient(client: int) -> tuple[Tensor, ...]:
+        exact = work.maml == "exact"
+        inner = gradient(batch(client), exact)
         start = [p.detach().clone() for p in params]
         for p, g in zip(params, inner, strict=True):
-            p.data = p.data - ADAPT * g.detach()  # out of place, since the graph of ``inner`` holds the old one
-        outer = slope(batch(client))
+            p.data = p.data - ADAPT * g.detach()  # out of place, since the graph of ``inner`` needs the old one
+        outer = gradient(batch(client))
         for p, w in zip(params, start, strict=True):
             p.data = w
-        if not curved:
+        if not exact:
             return outer
         product = torch.autograd.grad(inner, params, outer)
         return tuple(v - ADAPT * h for v, h in zip(outer, product, strict=True))
 
     def train(client: int) -> None:
         for _ in range(STEPS):
-            grads = meta_slope(client) if work.maml else slope(batch(client))
+            grads = meta_gradient(client) if work.maml else gradient(batch(client))
             with torch.no_grad():
                 for p, g in zip(params, grads, strict=True):
                     p -= LR * g
@@ -123,7 +123,7 @@ def lean_round(work: Work) -> Rounds:
 
 
 def batches(work: Work) -> Callable[[int], Batch]:
-    """Draws a random batch of a client's data."""
+    """A function that draws a random batch of a client's data."""
     x, y = data(work)
     generator = torch.Generator().manual_seed(1)
 

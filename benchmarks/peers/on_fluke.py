@@ -1,4 +1,4 @@
-"""fluke: its FedAVG (or PerFedAVG) with its own Server and Client classes, in memory, with every evaluation off."""
+"""fluke: its FedAVG (or PerFedAVG) with its Server and Client classes, in memory, without any evaluation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from benchmarks.workloads import ADAPT, CLASSES, LR, Work, build, parts
 
 
 def import_torchvision() -> None:
-    """fluke imports torchvision, whose wheel is built for CUDA: beside a CPU torch its C++ operators do not load.
+    """Import torchvision, which fluke needs, with a CPU build of torch.
 
-    Its Python part then stumbles over the operators' names alone. They are declared, without code: nothing here calls
-    them, and fluke itself is as installed.
+    Torchvision's wheel is built for CUDA, so its C++ operators do not load, and its Python code fails on their missing
+    names. Declaring these without code is enough, since nothing calls them; fluke itself is unchanged.
     """
     try:
         import torchvision
@@ -24,7 +24,7 @@ def import_torchvision() -> None:
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         import torchvision  # noqa: F401
 
-        globals()["_kept"] = library  # the declarations live as long as this object
+        globals()["_kept"] = library  # keeps the declarations alive
 
 
 def run(work: Work, pace: Pace) -> None:
@@ -36,7 +36,7 @@ def run(work: Work, pace: Pace) -> None:
     from fluke.utils import FederationObserver
 
     class Splitter:
-        """Gives every client the data that are its own."""
+        """Gives every client its data."""
 
         def assign(self, n_clients: int, batch_size: int) -> Any:
             loaders = [
@@ -60,7 +60,7 @@ def run(work: Work, pace: Pace) -> None:
         "optimizer": {"name": "SGD", "lr": LR},
         "scheduler": {"name": "StepLR", "step_size": 1, "gamma": 1},
     }
-    if work.maml:  # the optimiser's rate is the inner step's, beta the outer one's
+    if work.maml:  # the optimiser's rate is that of the inner step, beta that of the outer one
         client |= {"mode": "FO", "beta": LR, "optimizer": {"name": PerFedAVGOptimizer, "lr": ADAPT}}
     hyper = DDict(client=client, server={"weighted": True}, model=build(work))
     algorithm = (PerFedAVG if work.maml else FedAVG)(work.clients, Splitter(), hyper)

@@ -1,4 +1,4 @@
-"""Flower: its simulation engine on Ray with one actor, its FedAvg strategy, and a client as its documents write one.
+"""Flower: its simulation engine on Ray with one actor, its FedAvg strategy, and a client as in its documentation.
 
 The model and the data stay in the actor from one message to the next, and no round is evaluated.
 """
@@ -30,8 +30,8 @@ client_app = ClientApp()
 
 
 @cache
-def kept(name: str) -> tuple[Any, Any]:
-    """The model and the clients' data, once in each process."""
+def cached(name: str) -> tuple[Any, Any]:
+    """The model and the clients' data, created once per process."""
     torch.set_num_threads(1)
     return build(WORKS[name]), parts(WORKS[name])
 
@@ -40,7 +40,7 @@ def kept(name: str) -> tuple[Any, Any]:
 def train(message: Message, context: Context) -> Message:
     name = str(message.content["config"]["work"])
     work = WORKS[name]
-    model, clients = kept(name)
+    model, clients = cached(name)
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     x, y = clients[int(context.node_config["partition-id"])]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -57,7 +57,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 class Paced(FedAvg):
-    """FedAvg that calls the pace when the next round begins."""
+    """FedAvg that calls the pace before the next round starts."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__(fraction_train=1.0, fraction_evaluate=0.0)
@@ -73,8 +73,9 @@ class Paced(FedAvg):
         if server_round == 1:
             passes: dict[int, int] = {}
             for reply in replies:
-                told = reply.content["metrics"]
-                passes[int(told["batch"])] = passes.get(int(told["batch"]), 0) + int(told["passes"])
+                metrics = reply.content["metrics"]
+                batch = int(metrics["batch"])
+                passes[batch] = passes.get(batch, 0) + int(metrics["passes"])
             self.pace.checks = {"passes": passes, "optimizer_steps": sum(passes.values())}
         return super().aggregate_train(server_round, replies)
 

@@ -23,7 +23,7 @@ from benchmarks.workloads import LR, Work, build, parts
 
 
 class Net(nn.Module):
-    """The workload's model with the two methods that pfl asks for."""
+    """The workload's model with the two methods that pfl requires."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""comfedl as a user runs it: one call of ``fit``, timed from a callback. Nothing is evaluated before the last round."""
+"""comfedl as users run it: one call of ``fit``, timed by a callback. Nothing is evaluated before the last round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import comfedl as cf
 from benchmarks.peers.pace import Counting, Pace
 from benchmarks.workloads import ADAPT, LR, STEPS, Work, build, parts
 from comfedl.algorithms.base import Algorithm
-from comfedl.core.objectives import Params
+from comfedl.core.learner import Params
 from comfedl.engines.kernels.conv_chain import Chain
 from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Snapshot
@@ -21,7 +21,7 @@ FOREVER = 10**9
 
 
 class Stop(Exception):
-    """Enough rounds."""
+    """Raised to stop ``fit``."""
 
 
 class EachRound(Callback):
@@ -35,7 +35,7 @@ class EachRound(Callback):
 
 
 class First(Callback):
-    """Keeps the model after the first round and stops."""
+    """Stores the model after the first round and stops."""
 
     params: Params
 
@@ -54,8 +54,8 @@ def federated(work: Work) -> cf.FederatedData:
 
 
 def run(work: Work, pace: Pace) -> None:
-    # Many clients at once are not seen by hooks on the model. So the passes are counted where clients run one by one,
-    # and the default path must come to the same parameters. A process of its own, for its memory is not part of it.
+    # Hooks on the model do not see vectorised clients. So passes are counted with serial clients, and the default path
+    # must give the same parameters. This runs in another process, to keep its memory out of the measurement.
     with pace.aside(), ProcessPoolExecutor(1, get_context("spawn")) as elsewhere:
         pace.checks = elsewhere.submit(checked, work).result()
     fed = federated(work)
@@ -64,7 +64,7 @@ def run(work: Work, pace: Pace) -> None:
 
 
 def checked(work: Work) -> dict[str, Any]:
-    """The gradients of a round, client by client, and how far from it the default path ends."""
+    """Count the gradients of a round with serial clients, and compare the model with that of the default path."""
     torch.set_num_threads(1)
     fed, counting = federated(work), Counting()
     written_out = Chain.of
@@ -78,11 +78,11 @@ def checked(work: Work) -> dict[str, Any]:
 
 
 def first_round(work: Work, fed: cf.FederatedData, vectorize: str) -> Params:
-    """The parameters after a round of ``fit``."""
+    """The parameters after one round of ``fit``."""
     first = First()
     options = {"engine_options": {"vectorize": vectorize}, "callbacks": [first]}
     try:
         cf.fit(build(work), fed, method(work), rounds=2, eval_every=2, **options)
     except Stop:
         return first.params
-    raise AssertionError("fit() has not called its callback")
+    raise AssertionError("fit() did not call its callback")

@@ -1,7 +1,7 @@
-"""A worker's side of the comparison: it counts and times the rounds of somebody else's loop, and waits in between.
+"""The worker's side: counts and times the rounds of a peer's training loop, and makes it wait between turns.
 
-One line of JSON goes out when the loop is warm (``checks``, ``start_s``, ``round_s``), then one for each "go N" that
-comes in: the CPU and wall seconds of N rounds. At "stop", or when nobody is there any more, the process ends.
+It writes one line of JSON when the loop is warm (``checks``, ``start_s``, ``round_s``), then one per "go N" it reads,
+with the CPU and wall seconds of N rounds. On "stop", or when the driver is gone, the process exits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM = 0.5  # seconds, and at least one round after the first
 
 
 class Counting:
-    """Counts gradients by batch size, and local optimiser steps, in this process: public hooks of torch."""
+    """Counts gradients by batch size, and local optimiser steps, through torch's global hooks."""
 
     def __init__(self) -> None:
         self.passes: Counter[int] = Counter()
@@ -42,7 +42,7 @@ class Counting:
             self.passes[len(inputs[0])] += 1
 
     def _step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.steps += optimizer.param_groups[0]["lr"] == LR  # a server's own optimiser has another rate
+        self.steps += optimizer.param_groups[0]["lr"] == LR  # a server's optimiser has another rate
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -50,13 +50,13 @@ class Counting:
 
 
 class Pace:
-    """What a loop calls at the end of every round."""
+    """Called by a training loop at the end of every round."""
 
     def __init__(self, work: Work, started: float, tree: bool = False) -> None:
         """``started`` is the wall clock at the process's start; ``tree`` counts child processes as well."""
         self.work, self.tree = work, tree
         self._channel = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what the frameworks print is no part of the protocol
+        os.dup2(2, 1)  # keeps what the frameworks print out of the protocol
         self._started, self._rounds, self._left, self._ready = started, 0, 0, False
         self.counting = Counting()
         self.checks: dict[str, Any] = {}
@@ -83,7 +83,7 @@ class Pace:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done inside is for checking only, and is no part of the start."""
+        """Exclude this block from the start time."""
         entered = time.time()
         yield
         self._started += time.time() - entered
@@ -104,15 +104,15 @@ class Pace:
         return cpu_seconds(self.tree) - self._cpu, time.perf_counter() - self._wall
 
     def _wait(self) -> None:
-        order = sys.stdin.readline().split()
-        if order[:1] != ["go"]:
+        command = sys.stdin.readline().split()
+        if command[:1] != ["go"]:
             self._end()
-        self._turn = self._left = int(order[1])
+        self._turn = self._left = int(command[1])
         self._mark()
 
     def _end(self) -> NoReturn:
         self._send({"peak_mb": peak_mb(self.tree)})
-        os._exit(0)  # the loop above us would go on for ever
+        os._exit(0)  # the peer's loop has no end
 
     def _send(self, message: dict[str, Any]) -> None:
         try:

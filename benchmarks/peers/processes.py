@@ -1,4 +1,4 @@
-"""What a process and those that it has started use, as Linux tells it under /proc."""
+"""CPU time and memory of a process and its descendants, from /proc."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 
 
 def cpu_seconds(tree: bool) -> float:
-    """CPU seconds of this process, and with ``tree`` of all that it has started, living or waited for."""
+    """CPU seconds of this process, with ``tree`` including descendants, running or reaped."""
     if not tree:
         return time.process_time()
     return sum(sum(int(field) for field in stat[11:15]) for stat in _stats()) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_mb(tree: bool) -> float:
-    """Peak resident memory: with ``tree`` the sum of the processes' own peaks."""
+    """Peak resident memory; with ``tree`` the sum over the process and its descendants."""
     pids = descendants(os.getpid()) if tree else []
     return sum(_peak_kb(pid) for pid in [os.getpid(), *pids]) / 1024
 
 
 def descendants(root: int) -> list[int]:
-    """The processes that a process has started, and those that these have started."""
+    """The pids of all descendants of a process."""
     parents: dict[int, list[int]] = {}
     for place in Path("/proc").glob("[0-9]*"):
         stat = _stat(int(place.name))
@@ -40,7 +40,7 @@ def _stats() -> list[list[str]]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on; nothing where the process has ended."""
+    """The fields of /proc/PID/stat from the third on; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

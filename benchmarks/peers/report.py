@@ -1,4 +1,4 @@
-"""What was found, in numbers: medians, quartiles and ratios, as JSON, CSV and Markdown."""
+"""The results: medians, quartiles and ratios, as JSON, CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: list[float]) -> Spread:
-    """The quartiles of some numbers; a single one is all three.
+    """The quartiles of some numbers; a single number is all three.
 
     >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
     Spread(low=2.0, median=3.0, high=4.0)
@@ -39,18 +39,18 @@ def spread(values: list[float]) -> Spread:
 
 
 def per_round(record: dict[str, Any], clock: str = "cpu_s") -> dict[int, float]:
-    """Milliseconds a round, by turn."""
+    """Milliseconds per round, by turn."""
     return {sample["turn"]: 1e3 * sample[clock] / sample["rounds"] for sample in record["samples"]}
 
 
 def ratios(record: dict[str, Any], other: dict[str, Any]) -> list[float]:
-    """One time over another, such as a peer's over ours, turn by turn: both sides were measured within moments."""
+    """The ratios of two times, such as a peer's over ours, turn by turn: both were measured within seconds."""
     times, others = per_round(record), per_round(other)
     return [times[turn] / others[turn] for turn in times if turn in others]
 
 
 def rows(records: Records) -> list[dict[str, Any]]:
-    """One row for each workload and peer, for CSV."""
+    """One row per workload and peer, for CSV."""
     found = []
     for work, peers in records.items():
         for peer, record in peers.items():
@@ -69,20 +69,20 @@ def rows(records: Records) -> list[dict[str, Any]]:
 
 
 def work_done(work: str, peer: str, peers: dict[str, dict[str, Any]]) -> str:
-    """Whether a peer did the workload's work in its first round: gradients, batch size, and how far the model moved."""
+    """Whether a peer's first round did the same work: gradients, batch size, and how far the model moved."""
     checks = peers[peer].get("checks")
     if checks is None:
         return ""
     wanted, did = WORKS[work].passes, {int(batch): count for batch, count in checks["passes"].items()}
-    told = [] if did == wanted else [f"gradients by batch size {did} instead of {wanted}"]
+    problems = [] if did == wanted else [f"gradients by batch size {did} instead of {wanted}"]
     if not checks["moved"] > 0:
-        told.append(f"the model moved by {checks['moved']}")
+        problems.append(f"the model moved by {checks['moved']}")
     ours = peers.get("ours", {}).get("checks", checks)["moved"]
-    if not 0.75 < checks["moved"] / ours < 1.33:  # half the rate, or a sum for a mean, is more
-        told.append(f"the model moved {checks['moved'] / ours:.2f} times as far as ours")
+    if not 0.75 < checks["moved"] / ours < 1.33:  # half the rate, or a sum instead of a mean, differs more
+        problems.append(f"the model moved {checks['moved'] / ours:.2f} times as far as ours")
     if checks.get("apart", 0.0) > 1e-4:
-        told.append(f"{checks['apart']:.1g} away from the path that was counted")
-    return "the same" if not told else "; ".join(told)
+        problems.append(f"{checks['apart']:.1g} away from the path that was counted")
+    return "the same" if not problems else "; ".join(problems)
 
 
 FIELDS = [
@@ -114,11 +114,11 @@ def as_csv(records: Records) -> str:
 
 
 def as_markdown(records: Records, machine: dict[str, Any]) -> str:
-    """The table of times and ratios, and under it what there is to say about each peer."""
+    """The tables of times, ratios and memory, then remarks on each peer."""
     table = {(row["work"], row["peer"]): row for row in rows(records)}
     peers = list(dict.fromkeys(row["peer"] for row in table.values()))
     lines = [
-        "CPU milliseconds a round, median over turns; in brackets the time over ours, its median and quartiles.",
+        "CPU milliseconds per round, median over turns; in brackets the ratio to ours, median and quartiles.",
         f"{machine['cpu']}, one core, one thread, torch {machine['torch']}; "
         f"commit {machine['commit']}, {machine['date']}.",
         "",
@@ -135,10 +135,10 @@ def as_markdown(records: Records, machine: dict[str, Any]) -> str:
     lines.append("|---" * (len(records) + 1) + "|")
     for peer in peers:
         lines.append(f"| {PEERS[peer].title} | {' | '.join(_cost(table[work, peer]) for work in records)} |")
-    lines += ["", "What was done in a round, counted in the first one:", ""]
+    lines += ["", "The work of the first round:", ""]
     for row in table.values():
-        told = [f"{row['work_done']} work" if row["work_done"] == "the same" else row["work_done"], row["note"]]
-        lines.append(f"- {row['work']}, {row['peer']}: {'; '.join(filter(None, told))}.")
+        remarks = [f"{row['work_done']} work" if row["work_done"] == "the same" else row["work_done"], row["note"]]
+        lines.append(f"- {row['work']}, {row['peer']}: {'; '.join(filter(None, remarks))}.")
     return "\n".join(lines) + "\n"
 
 
@@ -156,7 +156,7 @@ def _cost(row: dict[str, Any]) -> str:
 
 
 def machine(root: Path, torch: str, core: int | None) -> dict[str, Any]:
-    """Where and when this was measured."""
+    """The machine, software and date of the measurement."""
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     named = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
     changed = _git(root, "status", "--porcelain", "--", "src", "benchmarks")
@@ -180,8 +180,8 @@ def _git(root: Path, *order: str) -> str:
         return "" if order[0] == "status" else "unknown"
 
 
-def told(where: dict[str, Any]) -> str:
-    """The machine, the commit and the load, in one sentence; ``load_at_end`` is to be there as well."""
+def machine_line(where: dict[str, Any]) -> str:
+    """The machine, the commit and the load in one sentence; the caller adds ``load_at_end``."""
     return (
         f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}; commit {where['commit']}, {where['date']}; "
         f"load {where['load_at_start'][0]:.1f} at the start and {where['load_at_end'][0]:.1f} at the end."
@@ -189,7 +189,7 @@ def told(where: dict[str, Any]) -> str:
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:
-    """peers.json, peers.csv and peers.md."""
+    """Write peers.json, peers.csv and peers.md."""
     records = results["works"]
     write_files(
         folder,
@@ -201,15 +201,15 @@ def write(folder: Path, results: dict[str, Any]) -> None:
     )
 
 
-def write_found(folder: Path, name: str, found: dict[str, Any], lines: list[str]) -> None:
-    """``name.json`` with all that was found, and ``name.md`` with these lines, which are printed too."""
+def write_results(folder: Path, name: str, found: dict[str, Any], lines: list[str]) -> None:
+    """Write the results to ``name.json`` and these lines to ``name.md``, and print the lines."""
     text = "\n".join(lines) + "\n"
     write_files(folder, {f"{name}.json": json.dumps(found, indent=1) + "\n", f"{name}.md": text})
     print(text, end="")
 
 
 def write_files(folder: Path, texts: dict[str, str]) -> None:
-    """Files by name, each whole or not at all."""
+    """Write files by name, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         part = folder / f"{name}.part"

@@ -1,4 +1,4 @@
-"""Who is compared: what each needs, where its worker is, what it cannot do and what it does differently."""
+"""The peers: their requirements and modules, what they cannot do and what they do differently."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 class Peer:
     """One side of the comparison.
 
-    ``module`` has the function ``run(work, pace)``. ``requires`` is what its own environment is made of; without any
-    it runs in the driver's. ``lacks`` says by workload why it cannot do it, and ``notes`` what it does differently.
+    ``module`` has the function ``run(work, pace)``. ``requires`` are the packages of its environment; if empty, it runs
+    in the driver's. ``lacks`` says by workload why it cannot run it, and ``notes`` what it does differently.
     """
 
     title: str
@@ -24,8 +24,9 @@ EVERY = ("W0", "W1", "W2", "W3", "W4 first", "W4 exact")
 
 PEERS = {
     "ours": Peer("comfedl, fit()", "ours"),
+    "before": Peer("comfedl at the commit of --before", "ours"),
     "loop": Peer("the loop a user would write", "loops:loop"),
-    "lean": Peer("the same loop, minding the time", "loops:lean"),
+    "lean": Peer("the same loop, optimised", "loops:lean"),
     "flwr": Peer(
         "Flower 1.41 on Ray",
         "on_flwr",
@@ -39,7 +40,7 @@ PEERS = {
         ("fluke-fl==0.8.1",),
         lacks={"W4 exact": "fluke's Per-FedAvg is first order or by differences of gradients, never exact"},
         notes={
-            "W4 first": "its Per-FedAvg does not go back to the weights before the inner step: as many gradients, but "
+            "W4 first": "its Per-FedAvg does not restore the weights after the inner step: as many gradients, but "
             "another method"
         },
     ),
@@ -48,6 +49,6 @@ PEERS = {
         "on_pfl",
         ("pfl==0.6.0",),
         lacks=dict.fromkeys(("W4 first", "W4 exact"), "pfl has no MAML (its Reptile is another method)"),
-        notes=dict.fromkeys(EVERY, "takes its batches in a fixed order, as slices: it draws and gathers nothing"),
+        notes=dict.fromkeys(EVERY, "takes slices as batches in a fixed order, without sampling or gathering"),
     ),
 }

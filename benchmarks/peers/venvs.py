@@ -1,4 +1,4 @@
-"""An environment for each peer, since their pins clash; made once, and gone on with where making it was interrupted."""
+"""One environment per peer, since their pinned versions conflict; created once, and continued if interrupted."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ STAMP = "built.json"
 
 
 class NotBuilt(Exception):
-    """An environment could not be made: says what pip said last."""
+    """An environment could not be created; the message ends with pip's last line."""
 
 
 def interpreter(peer: str, folder: Path, torch: str) -> Path:
-    """The Python of a peer: the driver's own, or that of its environment, which is made where it is not there yet."""
+    """The Python of a peer: the driver's, or that of its environment, which is created if missing."""
     requires = PEERS[peer].requires
     if not requires:
         return Path(sys.executable)
     place = folder / peer
     python, stamp = place / "bin" / "python", place / STAMP
-    # torch comes first and is named again: the same version for all, and nothing may pull in another build of it.
+    # torch comes first and is repeated, so that all have the same version and nothing pulls in another build.
     steps = [[f"torch=={torch}", "numpy"], [*requires, f"torch=={torch}"]]
     wanted = hashlib.sha256(json.dumps([steps, sys.version]).encode()).hexdigest()
     if stamp.exists():
         if json.loads(stamp.read_text())["of"] == wanted:
             return python
         shutil.rmtree(place)
-    print(f"{peer}: making its environment in {place} (once, some minutes)", file=sys.stderr, flush=True)
+    print(f"{peer}: creating its environment in {place} (once, takes minutes)", file=sys.stderr, flush=True)
     if not python.exists():
         venv.create(place, with_pip=True, clear=True)
     for step in steps:
@@ -48,13 +48,13 @@ def interpreter(peer: str, folder: Path, torch: str) -> Path:
 
 
 def installed(python: Path) -> list[str]:
-    """What an environment holds, as ``name==version``."""
-    told = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True)
-    return [f"{package['name']}=={package['version']}" for package in json.loads(told.stdout)]
+    """The packages of an environment, as ``name==version``."""
+    listed = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True)
+    return [f"{package['name']}=={package['version']}" for package in json.loads(listed.stdout)]
 
 
 def versions(peer: str, folder: Path) -> dict[str, str]:
-    """The versions in a peer's environment of what matters here."""
+    """The versions of the relevant packages in a peer's environment."""
     stamp = folder / peer / STAMP
     if not stamp.exists():
         return {}

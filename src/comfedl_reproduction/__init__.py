@@ -1,15 +1,14 @@
-"""The paper's experiments: one command a figure, with tuning, seeds, error bars and tables.
+"""The paper's experiments: one command per figure, with tuning, seeds, error bars and tables.
 
-``reproduce`` is what the command line calls. A figure is settings in experiments/FIGURE.toml, carried out by
-``protocol`` on ``runner``, and drawn by ``pictures``. What is not made of runs has a function of its own in ``OTHERS``.
+The command line calls ``reproduce``. The settings of a figure are in experiments/FIGURE.toml; ``protocol`` tunes and
+evaluates its methods on ``runner``, and ``report`` writes tables and plots. The convergence analysis is in ``theory``.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from comfedl.data.registry import fetch
@@ -17,13 +16,11 @@ from comfedl.training.progress import LOGS
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError, nearest
 from comfedl_reproduction.experiments import PRESETS, read_figure
-from comfedl_reproduction.protocol import carry_out
+from comfedl_reproduction.protocol import run_figures
 from comfedl_reproduction.runner import Runner
 
 FIGURES = ("fig2", "fig3", "fig4", "fig5", "fig6")
-
-# Name -> "module:function", called as function(out / name, preset, seeds).
-OTHERS = {"theory": "comfedl_reproduction.theory:run"}
+THEORY = "theory"
 
 
 def reproduce(
@@ -34,8 +31,8 @@ def reproduce(
     jobs: int | None = None,
     log: str = "bar",
 ) -> list[Path]:
-    """Run what is missing of these figures ("all" is every one) and write tables and pictures; gives their folders."""
-    allowed = (*FIGURES, *OTHERS)
+    """Run what is missing for these figures ("all" for every one), write tables and plots, and return their folders."""
+    allowed = (*FIGURES, THEORY)
     for name in names:
         if name not in (*allowed, "all"):
             raise ConfigError(f"There is no figure {name!r}; {nearest(name, [*allowed, 'all'])}.")
@@ -48,19 +45,18 @@ def reproduce(
     out = out or Path("runs") / f"reproduce-{preset}"
     chosen = [name for name in allowed if name in names or "all" in names]
     written = _figures([name for name in chosen if name in FIGURES], preset, seeds, out, jobs, log)
-    for name in chosen:
-        if name in OTHERS:
-            module, _, function = OTHERS[name].partition(":")
-            run: Callable[[Path, str, int | None], None] = getattr(importlib.import_module(module), function)
-            run(out / name, preset, seeds)
-            written.append(out / name)
+    if THEORY in chosen:
+        from comfedl_reproduction import theory
+
+        theory.run(out / THEORY, preset, seeds)
+        written.append(out / THEORY)
     return written
 
 
 def _figures(names: Sequence[str], preset: str, seeds: int | None, out: Path, jobs: int, log: str) -> list[Path]:
     if not names:
         return []
-    from comfedl_reproduction.report import write  # draws, so it needs the extra `plot`: said before anything runs
+    from comfedl_reproduction.report import write  # needs the extra `plot`: fails before anything runs
 
     figures = [read_figure(name, preset, seeds) for name in names]
     sources = {figure.name: figure for figure in figures}
@@ -70,19 +66,19 @@ def _figures(names: Sequence[str], preset: str, seeds: int | None, out: Path, jo
     for data in {figure.data for figure in figures}:
         fetch(data, progress=True)
     runner = Runner(out / "runs", jobs, _commit(), log)
-    outcomes = carry_out(figures, sources, runner)
+    outcomes = run_figures(figures, sources, runner)
     return [write(outcome, out / name) for name, outcome in outcomes.items()]
 
 
 def _commit() -> str | None:
-    """The commit of the source that runs, with "+" where it has been changed since; None outside a clone."""
-    here = Path(__file__).parent
+    """The git commit of this source, with "+" if files have changed since; None outside a clone."""
+    package = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        asked = [["rev-parse", "HEAD"], ["status", "--porcelain", "--", str(here.parent)]]
-        head, changed = (
-            subprocess.run(["git", "-C", str(here), *one], capture_output=True, text=True, check=True).stdout.strip()
-            for one in asked
-        )
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", str(package.parent)) else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("+" if changed else "")

@@ -1,11 +1,11 @@
-"""Section 5's claims, one by one, each with a rule that says from the tables whether it holds.
+"""The claims of section 5, each with a rule that decides from the tables whether it holds.
 
-The rules were written before the runs. A number is above another where the mean of the paired differences over seeds is
-more than two of its standard errors above zero; anything less is noise, and noise does not carry a claim.
+The rules were written before the runs. A method is above another if the mean of their paired differences over seeds is
+more than two standard errors above zero; anything less counts as noise, which does not support a claim.
 
     python -m comfedl_reproduction.claims results docs/reproduction.md
 
-puts the tables between the page's markers.
+writes the tables between the markers of the page.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from comfedl_reproduction.evidence import Case, Claim, Number, Table, number, paired
+from comfedl_reproduction.evidence import Case, Claim, OverSeeds, Table, over_seeds, paired
 
-CLOSE = 0.02  # "good with different values", "robust": the best and the worst are this near
+CLOSE = 0.02  # "good with different values", "robust": the largest allowed gap between the best and the worst
 
 
-def _best(table: Table, group: str, ours: str, column: str, others: Sequence[str], sign: int = 1) -> Case:
-    """Whether a method is above all others in a column; ``sign`` is -1 where less is better."""
-    own = table.over(group, ours, column)
-    theirs = {name: found for name in others if (found := table.over(group, name, column))}
-    gaps = {name: Number(tuple(sign * d for d in paired(own, found).values)) for name, found in theirs.items()}
+def _beats_all(table: Table, group: str, ours: str, column: str, others: Sequence[str], sign: int = 1) -> Case:
+    """Whether a method is above all others in a column; ``sign`` is -1 if smaller is better."""
+    own = table.per_seed(group, ours, column)
+    theirs = {name: found for name in others if (found := table.per_seed(group, name, column))}
+    gaps = {name: OverSeeds(tuple(sign * d for d in paired(own, found).values)) for name, found in theirs.items()}
     nearest = min(gaps, key=lambda name: gaps[name].mean)
-    text = f"{ours} {number(own)}, best other {nearest} {number(theirs[nearest])}, difference {gaps[nearest]}"
+    text = f"{ours} {over_seeds(own)}, best other {nearest} {over_seeds(theirs[nearest])}, difference {gaps[nearest]}"
     return Case(f"{group}, {column}", all(gap.above_zero for gap in gaps.values()), text)
 
 
 def _first_reach(level: float) -> Callable[[dict[int, float]], float]:
-    """The first evaluated round at which a curve is at a level; the round after its last where it never is."""
+    """The first evaluated round in which a curve reaches a level; one past its last round if it never does."""
     return lambda curve: next((float(r) for r, value in curve.items() if value >= level), float(max(curve) + 1))
 
 
 def _roughness(curve: dict[int, float]) -> float:
-    """The mean size of a curve's second differences over its second half: 0 for a straight line."""
+    """The mean absolute second difference over the second half of a curve: 0 for a straight line."""
     values = list(curve.values())
     values = values[min(len(values) // 2, len(values) - 3) :]
     return fmean(abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False))
@@ -56,7 +56,7 @@ def fig2(table: Table) -> Iterator[Claim]:
     yield Claim(
         "fig2",
         "Algorithm 1 with the exponent of eq. (6), gamma 0.2 and learning rate 0.01 trains",
-        "no seed leaves the finite numbers",
+        "no seed diverges (NaN or infinity)",
         (
             Case(
                 "as published", diverged == 0, f"{diverged} of {seeds} seeds diverge. {message.split('The literal')[0]}"
@@ -68,78 +68,78 @@ def fig2(table: Table) -> Iterator[Claim]:
     yield Claim(
         "fig2",
         "ComFedL significantly outperforms all baselines in average and in worst accuracy",
-        "above every baseline (here and below ComFedL is eq. (5), the stable form)",
-        tuple(_best(table, group, ours, column, others) for group in tried for column in SHOWN),
+        "above every baseline (in this and all later rows ComFedL is eq. (5), the stable form)",
+        tuple(_beats_all(table, group, ours, column, others) for group in tried for column in SHOWN),
     )
     yield Claim(
         "fig2",
-        "FedAvg, weighting by samples, serves clients with few images badly",
+        "FedAvg, which weights by samples, serves clients with few images poorly",
         "its worst client is below that of the best other method",
-        tuple(_worst_of(table, group, "FedAvg", "test.accuracy.worst", 1) for group in tried),
+        tuple(_below_best(table, group, "FedAvg", "test.accuracy.worst", 1) for group in tried),
     )
     yield Claim(
         "fig2",
         "ComFedL is simpler to train than DRFL's minimax problem",
         "it reaches 95 % of DRFL's final worst validation accuracy in fewer rounds",
-        tuple(_sooner(table, group, ours, "DRFL", "validation.accuracy.worst") for group in tried),
+        tuple(_faster_to_level(table, group, ours, "DRFL", "validation.accuracy.worst") for group in tried),
     )
     if "lr-one" in table.groups():
         yield Claim(
             "section 5.3",
             "with learning rate 1 most methods diverge",
-            "more than half of the methods diverge, or end with a mean validation accuracy below 0.5",
-            (_learning_rate_one(table),),
+            "more than half of the methods diverge or end with a mean validation accuracy below 0.5",
+            (_diverge_at_lr_one(table),),
         )
 
 
-def _learning_rate_one(table: Table) -> Case:
+def _diverge_at_lr_one(table: Table) -> Case:
     failed, numbers = [], []
     for method in table.methods("lr-one"):
         seeds, diverged, _ = table.message("lr-one", method)
-        last = table.over("lr-one", method, "validation.accuracy.mean")
-        numbers.append(f"{method} {number(last)}" if last else f"{method} diverged in {diverged} of {seeds}")
-        if not last or number(last).mean < 0.5:
+        last = table.per_seed("lr-one", method, "validation.accuracy.mean")
+        numbers.append(f"{method} {over_seeds(last)}" if last else f"{method} diverged in {diverged} of {seeds}")
+        if not last or over_seeds(last).mean < 0.5:
             failed.append(method)
     return Case("learning rate 1", 2 * len(failed) > len(numbers), ", ".join(numbers))
 
 
-def _worst_of(table: Table, group: str, method: str, column: str, sign: int) -> Case:
-    """Whether a method is below the best of the others."""
-    own = table.over(group, method, column)
-    others = {name: table.over(group, name, column) for name in table.methods(group) if name != method}
-    best = max((name for name in others if others[name]), key=lambda name: sign * number(others[name]).mean)
-    gap = Number(tuple(sign * d for d in paired(others[best], own).values))
-    text = f"{method} {number(own)}, {best} {number(others[best])}, difference {gap}"
+def _below_best(table: Table, group: str, method: str, column: str, sign: int) -> Case:
+    """Whether a method is below the best other method."""
+    own = table.per_seed(group, method, column)
+    others = {name: table.per_seed(group, name, column) for name in table.methods(group) if name != method}
+    best = max((name for name in others if others[name]), key=lambda name: sign * over_seeds(others[name]).mean)
+    gap = OverSeeds(tuple(sign * d for d in paired(others[best], own).values))
+    text = f"{method} {over_seeds(own)}, {best} {over_seeds(others[best])}, difference {gap}"
     return Case(f"{group}, {column}", gap.above_zero, text)
 
 
-def _sooner(table: Table, group: str, ours: str, theirs: str, column: str) -> Case:
-    level = 0.95 * number(table.over(group, theirs, column)).mean
+def _faster_to_level(table: Table, group: str, ours: str, theirs: str, column: str) -> Case:
+    level = 0.95 * over_seeds(table.per_seed(group, theirs, column)).mean
     reach = _first_reach(level)
-    own, other = (table.over(group, method, column, take=reach) for method in (ours, theirs))
-    text = f"{column} {level:.3f} in rounds: {ours} {number(own).mean:.0f}, {theirs} {number(other).mean:.0f}"
+    own, other = (table.per_seed(group, method, column, reduce=reach) for method in (ours, theirs))
+    text = f"{column} {level:.3f} in rounds: {ours} {over_seeds(own).mean:.0f}, {theirs} {over_seeds(other).mean:.0f}"
     return Case(group, paired(other, own).above_zero, text)
 
 
-def _sweep(table: Table, group: str, method: str, column: str) -> dict[str, Number]:
-    return {point: number(table.over(group, method, column, point)) for point in table.points(group)}
+def _sweep(table: Table, group: str, method: str, column: str) -> dict[str, OverSeeds]:
+    return {point: over_seeds(table.per_seed(group, method, column, point)) for point in table.points(group)}
 
 
-def _alike(table: Table, group: str, method: str, column: str) -> Case:
-    """Whether all points of a sweep end within ``CLOSE`` of each other."""
+def _similar_ends(table: Table, group: str, method: str, column: str) -> Case:
+    """Whether all points of a sweep end within ``CLOSE`` of one another."""
     ends = _sweep(table, group, method, column)
     means = [end.mean for end in ends.values()]
-    return Case(f"{group}, {column}", max(means) - min(means) <= CLOSE, _listed(ends))
+    return Case(f"{group}, {column}", max(means) - min(means) <= CLOSE, _list(ends))
 
 
-def _listed(numbers: Mapping[str, Number]) -> str:
+def _list(numbers: Mapping[str, OverSeeds]) -> str:
     return ", ".join(f"{point}: {value}" for point, value in numbers.items())
 
 
-def _faster(table: Table, group: str, method: str, column: str, per: str) -> Case:
-    """Whether the largest tau is ahead of the smallest: at the last round that all have, or after all iterations.
+def _faster_with_tau(table: Table, group: str, method: str, column: str, per: str) -> Case:
+    """Whether the largest tau is ahead of the smallest: in the last round that all have, or after all iterations.
 
-    A curve that was not evaluated by that round gives its first evaluation, which is later and can only help it.
+    A curve that was not evaluated by that round counts with its first evaluation, which is later and can only help it.
     """
     points = table.points(group)
     common = min(max(next(iter(table.curve(group, method, column, point).values()))) for point in points)
@@ -147,10 +147,10 @@ def _faster(table: Table, group: str, method: str, column: str, per: str) -> Cas
     def then(curve: dict[int, float]) -> float:
         return curve[max((r for r in curve if r <= common), default=min(curve))]
 
-    take = then if per == "round" else None
-    values = {point: table.over(group, method, column, point, take) for point in points}
-    what = f"at round {common}, or first evaluated" if per == "round" else "after the same iterations"
-    text = f"{what}, by tau: {_listed({point: number(found) for point, found in values.items()})}"
+    reduce = then if per == "round" else None
+    values = {point: table.per_seed(group, method, column, point, reduce) for point in points}
+    what = f"in round {common}, or first evaluated" if per == "round" else "after the same iterations"
+    text = f"{what}, by tau: {_list({point: over_seeds(found) for point, found in values.items()})}"
     return Case(f"{group}, per {per}", paired(values[points[-1]], values[points[0]]).above_zero, text)
 
 
@@ -160,15 +160,15 @@ def fig3(table: Table) -> Iterator[Claim]:
     yield Claim(
         "fig3",
         "ComFedL gets good train and validation accuracy with different tau",
-        f"all end within {CLOSE:.0%} of each other after the same iterations",
-        tuple(_alike(table, f"tau-{split}", "ComFedL", column) for split in splits for column in columns),
+        f"all end within {CLOSE:.0%} of one another after the same iterations",
+        tuple(_similar_ends(table, f"tau-{split}", "ComFedL", column) for split in splits for column in columns),
     )
     yield Claim(
         "fig3",
         "ComFedL converges much faster when tau increases",
         "the largest tau is ahead of the smallest in validation accuracy: at the same round, and per iteration",
         tuple(
-            _faster(table, f"tau-{split}", "ComFedL", columns[1], per)
+            _faster_with_tau(table, f"tau-{split}", "ComFedL", columns[1], per)
             for split in splits
             for per in ("round", "iteration")
         ),
@@ -176,19 +176,19 @@ def fig3(table: Table) -> Iterator[Claim]:
     yield Claim(
         "fig3",
         "ComFedL converges much faster with gamma 0.1 or 0.2 than with 2 or 5",
-        "the mean of the accuracy curve over both small gammas is above that over both large ones",
+        "the mean of the accuracy curves of both small gammas is above that of both large ones",
         tuple(_small_gamma(table, f"gamma-{split}", column) for split in splits for column in columns),
     )
 
 
 def _small_gamma(table: Table, group: str, column: str) -> Case:
-    areas = {p: table.over(group, "ComFedL", column, p, _mean_of_curve) for p in table.points(group)}
+    areas = {p: table.per_seed(group, "ComFedL", column, p, _mean_of_curve) for p in table.points(group)}
 
     def both(a: str, b: str) -> dict[str, float]:
         return {seed: (areas[a][seed] + areas[b][seed]) / 2 for seed in areas[a] if seed in areas[b]}
 
     gap = paired(both("0.1", "0.2"), both("2", "5"))
-    text = f"by gamma: {_listed({p: number(v) for p, v in areas.items()})}; difference {gap}"
+    text = f"by gamma: {_list({p: over_seeds(v) for p, v in areas.items()})}; difference {gap}"
     return Case(f"{group}, {column}", gap.above_zero, text)
 
 
@@ -203,14 +203,16 @@ def fig4(table: Table) -> Iterator[Claim]:
         "fig4",
         "ComFedL-DAMAML outperforms FedAvg, FedMAML, TR-MAML and Ditto in loss and accuracy",
         "better than every one of them",
-        tuple(_best(table, "main", ours, column, others, sign) for column, sign in best),
+        tuple(_beats_all(table, "main", ours, column, others, sign) for column, sign in best),
     )
     yield Claim(
         "fig4",
         "FedAvg gets the worst loss and accuracy; FedMAML and Ditto do better",
         "each of the others is better than FedAvg",
         tuple(
-            _better(table, name, column, sign) for name in (ours, *others[:3]) for column, sign in (best[0], best[2])
+            _beats_fedavg(table, name, column, sign)
+            for name in (ours, *others[:3])
+            for column, sign in (best[0], best[2])
         ),
     )
     yield Claim(
@@ -223,20 +225,25 @@ def fig4(table: Table) -> Iterator[Claim]:
         "fig4",
         "ComFedL-DAMAML accelerates personalised federated learning",
         "it reaches 95 % of the other's final validation accuracy in fewer rounds",
-        tuple(_sooner(table, "main", ours, name, "validation.personal_accuracy.mean") for name in (FEDAVG, "FedMAML")),
+        tuple(
+            _faster_to_level(table, "main", ours, name, "validation.personal_accuracy.mean")
+            for name in (FEDAVG, "FedMAML")
+        ),
     )
 
 
-def _better(table: Table, name: str, column: str, sign: int) -> Case:
-    own, other = table.over("main", name, column), table.over("main", FEDAVG, column)
-    gap = Number(tuple(sign * d for d in paired(own, other).values))
-    return Case(f"{name}, {column}", gap.above_zero, f"{name} {number(own)}, FedAvg {number(other)}, better by {gap}")
+def _beats_fedavg(table: Table, name: str, column: str, sign: int) -> Case:
+    own, other = table.per_seed("main", name, column), table.per_seed("main", FEDAVG, column)
+    gap = OverSeeds(tuple(sign * d for d in paired(own, other).values))
+    return Case(
+        f"{name}, {column}", gap.above_zero, f"{name} {over_seeds(own)}, FedAvg {over_seeds(other)}, better by {gap}"
+    )
 
 
 def _smoother(table: Table, smooth: str, rough: str) -> Case:
     column = "validation.personal_accuracy.mean"
-    a, b = (table.over("main", name, column, take=_roughness) for name in (smooth, rough))
-    return Case(f"than {rough}", paired(b, a).above_zero, f"{smooth} {number(a)}, {rough} {number(b)}")
+    a, b = (table.per_seed("main", name, column, reduce=_roughness) for name in (smooth, rough))
+    return Case(f"than {rough}", paired(b, a).above_zero, f"{smooth} {over_seeds(a)}, {rough} {over_seeds(b)}")
 
 
 def fig5(table: Table) -> Iterator[Claim]:
@@ -245,13 +252,16 @@ def fig5(table: Table) -> Iterator[Claim]:
         "fig5",
         "ComFedL-DAMAML converges much faster when tau increases",
         "the largest tau is ahead of the smallest in validation accuracy: at the same round, and per iteration",
-        tuple(_faster(table, "tau", ours, column, per) for per in ("round", "iteration")),
+        tuple(_faster_with_tau(table, "tau", ours, column, per) for per in ("round", "iteration")),
     )
     yield Claim(
         "fig5",
         "ComFedL-DAMAML is robust to gamma",
-        f"all gammas end within {CLOSE:.0%} of each other",
-        (_alike(table, "gamma", ours, column), _alike(table, "gamma", ours, column.replace("validation", "test"))),
+        f"all gammas end within {CLOSE:.0%} of one another",
+        (
+            _similar_ends(table, "gamma", ours, column),
+            _similar_ends(table, "gamma", ours, column.replace("validation", "test")),
+        ),
     )
 
 
@@ -259,23 +269,23 @@ def fig6(table: Table) -> Iterator[Claim]:
     column = "test.personal_accuracy.mean"
     gaps = {
         point: paired(
-            table.over("rho", "ComFedL-DAMAML", column, point),
-            table.over("rho", FEDAVG, column, point),
+            table.per_seed("rho", "ComFedL-DAMAML", column, point),
+            table.per_seed("rho", FEDAVG, column, point),
         )
         for point in table.points("rho")
     }
     yield Claim(
         "fig6",
         "ComFedL-DAMAML outperforms FedAvg consistently over rho",
-        "above it in test accuracy at every rho",
+        "above FedAvg in test accuracy at every rho",
         tuple(Case(f"rho {p}", gap.above_zero, f"difference at rho {p}: {gap}") for p, gap in gaps.items()),
     )
     first, last = gaps["0.28"], gaps[table.points("rho")[-1]]
-    growth = Number(tuple(b - a for a, b in zip(first.values, last.values, strict=False)))
+    growth = OverSeeds(tuple(b - a for a, b in zip(first.values, last.values, strict=False)))
     yield Claim(
         "fig6",
-        "and especially where rho is large",
-        "its lead at the largest rho is above that at 0.28",
+        "and especially if rho is large",
+        "its lead is larger at the largest rho than at 0.28",
         (Case("largest rho", growth.above_zero, f"the lead grows by {growth}"),),
     )
 
@@ -290,26 +300,26 @@ FIGURES: dict[str, Callable[[Table], Iterator[Claim]]] = {
 
 
 def claims(results: Path) -> list[Claim]:
-    """All claims whose figure is in the folder."""
-    there = {name: results / name for name in FIGURES if (results / name / "curves.csv").exists()}
-    return [claim for name, folder in there.items() for claim in FIGURES[name](Table(folder))]
+    """All claims about the figures in the folder."""
+    folders = {name: results / name for name in FIGURES if (results / name / "curves.csv").exists()}
+    return [claim for name, folder in folders.items() for claim in FIGURES[name](Table(folder))]
 
 
 def as_markdown(found: Sequence[Claim]) -> str:
-    """A table with one row a claim, then the numbers of each."""
-    lines = ["| | figure | the paper says | it holds where | found |", "|---|---|---|---|---|"]
+    """A table with one row per claim, then the numbers behind each."""
+    lines = ["| | figure | the paper says | it holds if | result |", "|---|---|---|---|---|"]
     for i, claim in enumerate(found, 1):
-        lines.append(f"| {i} | {claim.figure} | {claim.gist} | {claim.rule} | **{claim.word}** |")
+        lines.append(f"| {i} | {claim.figure} | {claim.statement} | {claim.rule} | **{claim.verdict}** |")
     for i, claim in enumerate(found, 1):
-        lines += ["", f"**{i}. {claim.gist}.** {claim.word[0].upper()}{claim.word[1:]}.", ""]
-        lines += [f"- {case.where} ({'yes' if case.holds else 'no'}): {case.numbers}" for case in claim.cases]
+        lines += ["", f"**{i}. {claim.statement}.** {claim.verdict[0].upper()}{claim.verdict[1:]}.", ""]
+        lines += [f"- {case.setting} ({'yes' if case.holds else 'no'}): {case.numbers}" for case in claim.cases]
     return "\n".join(lines) + "\n"
 
 
 def provenance(results: Path) -> str:
-    """A table of what each figure was made of, and its pictures."""
+    """A table of the runs behind each figure, and its plots."""
     lines = [
-        "| figure | data | seeds | iterations, batch | runs (to choose / to judge) | core seconds | commit |",
+        "| figure | data | seeds | iterations, batch | runs (tuning / evaluation) | core seconds | commit |",
         "|---|---|---|---|---|---|---|",
     ]
     shown = []
@@ -327,8 +337,8 @@ def provenance(results: Path) -> str:
     return "\n".join([*lines, *shown]) + "\n"
 
 
-def filled(page: str, results: Path) -> str:
-    """The page with both tables between their markers."""
+def fill(page: str, results: Path) -> str:
+    """Put both tables between the markers of the page."""
     for name, table in (("claims", as_markdown(claims(results))), ("runs", provenance(results))):
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         before, _, rest = page.partition(begin)
@@ -339,4 +349,4 @@ def filled(page: str, results: Path) -> str:
 
 if __name__ == "__main__":
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
-    target.write_text(filled(target.read_text(encoding="utf-8"), source), encoding="utf-8")
+    target.write_text(fill(target.read_text(encoding="utf-8"), source), encoding="utf-8")

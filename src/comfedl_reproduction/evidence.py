@@ -1,4 +1,4 @@
-"""What a claim is decided by: numbers over seeds, read from a figure's tables, and their differences."""
+"""The evidence for a claim: values over seeds from a figure's tables, and their paired differences."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from comfedl_reproduction.protocol import standard_error
+from comfedl.analysis.stats import standard_error
 
 
 @dataclass(frozen=True)
-class Number:
-    """A mean over seeds with its standard error."""
+class OverSeeds:
+    """The values of all seeds; shown as mean and standard error."""
 
     values: tuple[float, ...]
 
@@ -22,7 +22,7 @@ class Number:
         return fmean(self.values)
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ± {standard_error(self.values):.3f}"
+        return f"{self.mean:.3f} ± {standard_error(self.values, single=0.0):.3f}"
 
     @property
     def above_zero(self) -> bool:
@@ -31,25 +31,25 @@ class Number:
 
 @dataclass(frozen=True)
 class Case:
-    """One setting under which a claim was looked at: whether it holds there, and the numbers."""
+    """One setting in which a claim was checked: whether it holds there, and the numbers."""
 
-    where: str
+    setting: str
     holds: bool
     numbers: str
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says, how it is decided, and under which settings it was found to hold."""
+    """A statement of the paper, the rule that decides it, and the cases it was checked in."""
 
     figure: str
-    gist: str
+    statement: str
     rule: str
     cases: tuple[Case, ...]
 
     @property
-    def word(self) -> str:
-        held = [case.where for case in self.cases if case.holds]
+    def verdict(self) -> str:
+        held = [case.setting for case in self.cases if case.holds]
         if len(held) == len(self.cases):
             return "reproduced"
         return f"only under: {'; '.join(held)}" if held else "not reproduced"
@@ -65,24 +65,24 @@ class Table:
         self.rows, self.summary = _read(folder / "curves.csv"), _read(folder / "summary.csv")
 
     def curve(self, group: str, method: str, column: str, point: str = "") -> dict[str, dict[int, float]]:
-        """Seed -> round -> number."""
+        """Seed -> round -> value."""
         out: dict[str, dict[int, float]] = {}
         for row in self.rows:
             if (row["group"], row["method"], row["point"]) == (group, method, point):
                 out.setdefault(row["seed"], {})[int(row["round"])] = float(row[column])
         return out
 
-    def over(
+    def per_seed(
         self,
         group: str,
         method: str,
         column: str,
         point: str = "",
-        take: Callable[[dict[int, float]], float] | None = None,
+        reduce: Callable[[dict[int, float]], float] | None = None,
     ) -> dict[str, float]:
-        """Seed -> one number of its curve; by default the last."""
-        take = take or (lambda curve: curve[max(curve)])
-        return {seed: take(curve) for seed, curve in self.curve(group, method, column, point).items()}
+        """Seed -> one value of its curve, by default the last."""
+        reduce = reduce or (lambda curve: curve[max(curve)])
+        return {seed: reduce(curve) for seed, curve in self.curve(group, method, column, point).items()}
 
     def methods(self, group: str) -> list[str]:
         return list(dict.fromkeys(row["method"] for row in self.summary if row["group"] == group))
@@ -94,7 +94,7 @@ class Table:
         return list(dict.fromkeys(row["group"] for row in self.summary))
 
     def message(self, group: str, method: str) -> tuple[int, int, str]:
-        """How many seeds, how many of them diverged, and what was said."""
+        """The number of seeds, how many of them diverged, and the error message."""
         row = next(row for row in self.summary if (row["group"], row["method"]) == (group, method))
         return int(row["seeds"]), int(row["diverged"]), row["message"]
 
@@ -104,10 +104,10 @@ def _read(path: Path) -> Rows:
         return list(csv.DictReader(file))
 
 
-def paired(a: Mapping[str, float], b: Mapping[str, float]) -> Number:
-    """The differences over the seeds that both have."""
-    return Number(tuple(a[seed] - b[seed] for seed in a if seed in b))
+def paired(a: Mapping[str, float], b: Mapping[str, float]) -> OverSeeds:
+    """The differences per seed, over the seeds that both have."""
+    return OverSeeds(tuple(a[seed] - b[seed] for seed in a if seed in b))
 
 
-def number(values: Mapping[str, float]) -> Number:
-    return Number(tuple(values.values()))
+def over_seeds(values: Mapping[str, float]) -> OverSeeds:
+    return OverSeeds(tuple(values.values()))

@@ -1,8 +1,8 @@
-"""A figure's settings, read from experiments/FIGURE.toml: which runs it is made of.
+"""The settings of a figure, read from experiments/FIGURE.toml: the runs it consists of.
 
-A figure has groups (rows of panels) of arms (curves). An arm is a method under a config. One that has several
-candidates for its hyper-parameters is tuned: the candidates run on seeds of their own and are chosen by validation.
-Others take the winner of an arm that is tuned elsewhere and change something about it, as an ablation does.
+A figure has groups (rows of panels) of arms (curves). An arm is a method with a config. An arm with several candidates
+for its hyper-parameters is tuned: the candidates run on separate seeds and validation selects one. Other arms start
+from the winner of a tuned arm and change something, as in an ablation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Settings = dict[str, Any]
 
 PRESETS = ("quick", "paper")
 
-# Runs that choose never share a seed, hence a split or an initial model, with those that judge.
+# Tuning and evaluation runs never share a seed, and so neither a data split nor an initial model.
 FIRST_TUNING_SEED = 1000
 
 
@@ -32,10 +32,10 @@ class Arm:
 
     Attributes:
         name: "figure/group/method" or "figure/group/method/point".
-        candidates: changes to the config, one of which is chosen; a single one is taken as it is.
-        like: the arm whose winner this one starts from, where it is not tuned itself.
+        candidates: changes to the config, of which tuning selects one; a single candidate needs no tuning.
+        like: the arm whose winner this arm starts from, if it is not tuned itself.
         changes: what this arm then changes.
-        seeds: how many seeds at most, for one that takes long.
+        seeds: the largest number of seeds, for arms that take long.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Figure:
-    """All arms of a figure, and how many seeds choose and judge."""
+    """All arms of a figure, and the numbers of seeds for tuning and evaluation."""
 
     name: str
     title: str
@@ -75,17 +75,16 @@ class Figure:
 
 
 def folder() -> Path:
-    """Where the experiments are: beside the package's source, or inside the package where it is installed."""
+    """The folder of the settings: inside the installed package, or at the root of a clone."""
     package = Path(__file__).parent
-    places = (package / "experiments", package.parents[1] / "experiments")
-    for place in places:
-        if (place / "fig2.toml").exists():
-            return place
-    raise ConfigError("The experiments' settings (experiments/fig2.toml and so on) are not installed; use a clone.")
+    for path in (package / "experiments", package.parents[1] / "experiments"):
+        if (path / "fig2.toml").exists():
+            return path
+    raise ConfigError("The settings of the experiments (experiments/fig2.toml and others) are missing; use a clone.")
 
 
 def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
-    """Settings with changes put in, table by table. A table that names another thing replaces the old one.
+    """Settings with changes merged in, table by table.
 
     >>> merged({"a": 1, "outer": {"name": "kl", "gamma": 1}}, {"outer": {"gamma": 2}})
     {'a': 1, 'outer': {'name': 'kl', 'gamma': 2}}
@@ -98,31 +97,33 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
     return out
 
 
-def read_figure(name: str, preset: str, seeds: int | None = None, where: Path | None = None) -> Figure:
-    """Read a figure's settings under a preset; ``seeds`` replaces the preset's own."""
-    path = (where or folder()) / f"{name}.toml"
-    whole = tomllib.loads(path.read_text(encoding="utf-8"))
-    own = whole[preset]
-    base, data = merged(whole.get("base", {}), own.get("set", {})), str(whole["data"])
-    title, substitute = str(whole["title"]), own.get("without_data")
+def read_figure(name: str, preset: str, seeds: int | None = None) -> Figure:
+    """Read the settings of a figure for a preset; ``seeds`` overrides the preset's number of seeds."""
+    path = folder() / f"{name}.toml"
+    file = tomllib.loads(path.read_text(encoding="utf-8"))
+    options = file[preset]
+    base, data = merged(file.get("base", {}), options.get("set", {})), str(file["data"])
+    title, substitute = str(file["title"]), options.get("without_data")
     if substitute is not None and not is_cached(data):
-        title = f"digits in place of {data}, which is not in the cache; the paper: {title}"
+        title = f"digits instead of {data}, which is not in the cache; the paper: {title}"
         base, data = merged(base, substitute), "digits"
-    arms = tuple(_arms(name, whole, base, own))
+    arms = tuple(_arms(name, file, base, options))
     sizes = {len(arm.candidates) for arm in arms if arm.tuned}
     if len(sizes) > 1:
-        raise ConfigError(f"{path} gives its methods {sorted(sizes)} candidates; a fair comparison gives all the same.")
+        raise ConfigError(
+            f"{path} gives its methods {sorted(sizes)} candidates; for a fair comparison, give all the same number."
+        )
     figure = Figure(
         name,
         title,
         preset,
         arms,
-        {key: group["title"] for key, group in whole["groups"].items() if key not in own.get("skip", ())},
-        whole["metric"],
-        whole["choose_by"],
-        seeds or own["seeds"],
-        own.get("tuning_seeds", 1),
-        own.get("tuning", {}),
+        {key: group["title"] for key, group in file["groups"].items() if key not in options.get("skip", ())},
+        file["metric"],
+        file["choose_by"],
+        seeds or options["seeds"],
+        options.get("tuning_seeds", 1),
+        options.get("tuning", {}),
         data,
     )
     for arm in arms:
@@ -132,41 +133,36 @@ def read_figure(name: str, preset: str, seeds: int | None = None, where: Path | 
     return figure
 
 
-def _arms(name: str, whole: Settings, base: Settings, own: Settings) -> Iterable[Arm]:
-    for group, table in whole["groups"].items():
-        if group in own.get("skip", ()):
-            continue
-        points = own.get("points", {}).get(group, table.get("points", [{}]))
-        for method in table["methods"]:
-            if method in own.get("skip", ()):
-                continue
-            for point in points:
-                yield _arm(name, group, method, table, point, whole["methods"][method], base, own)
+def _arms(figure: str, file: Settings, base: Settings, options: Settings) -> Iterable[Arm]:
+    skip = options.get("skip", ())
+    for group, table in file["groups"].items():
+        points = options.get("points", {}).get(group, table.get("points", [{}]))
+        for method, point in itertools.product(table["methods"], points):
+            if group not in skip and method not in skip:
+                arm = _arm(f"{figure}/{group}/{method}", table, point, file["methods"][method], base)
+                yield replace(arm, candidates=arm.candidates[: options.get("candidates")])
 
 
-def _arm(
-    figure: str, group: str, method: str, table: Settings, point: Settings, how: Settings, base: Settings, own: Settings
-) -> Arm:
-    """One curve: base, then group, then method, then the point that a sweep is at."""
+def _arm(path: str, group: Settings, point: Settings, method: Settings, base: Settings) -> Arm:
+    """One curve: the base settings, then those of the group, the method and the point of the sweep."""
     label = point.get("label")
-    name = "/".join([figure, group, method, *([label] if label else [])])
-    changes = merged(merged(table.get("set", {}), how.get("set", {})), point.get("set", {}))
-    arm = Arm(name, group, method, how["label"], label, {}, seeds=how.get("seeds"))
-    if "like" in how:
-        return replace(arm, like=how["like"], changes=changes)
-    arm = replace(arm, settings=merged(merged(base, {"algorithm": how["algorithm"]}), changes))
-    if "published" in table:
-        values = merged(how["published"], table["published"])
-        return replace(arm, candidates=({"algorithm": values},))
-    candidates = _candidates(how)[: own.get("candidates")]
-    return replace(arm, candidates=tuple({"algorithm": one} for one in candidates))
+    changes = merged(merged(group.get("set", {}), method.get("set", {})), point.get("set", {}))
+    _, group_name, method_name = path.split("/")
+    name = f"{path}/{label}" if label else path
+    arm = Arm(name, group_name, method_name, method["label"], label, {}, seeds=method.get("seeds"))
+    if "like" in method:
+        return replace(arm, like=method["like"], changes=changes)
+    arm = replace(arm, settings=merged(merged(base, {"algorithm": method["algorithm"]}), changes))
+    if "published" in group:
+        return replace(arm, candidates=({"algorithm": merged(method["published"], group["published"])},))
+    return replace(arm, candidates=tuple({"algorithm": one} for one in _candidates(method)))
 
 
-def _candidates(how: Settings) -> Sequence[Settings]:
-    """The candidates as listed, or all combinations of a grid; a dot in a key goes into a table."""
-    if "candidates" in how:
-        return [_nested(one) for one in how["candidates"]]
-    grid = how.get("grid", {})
+def _candidates(method: Settings) -> Sequence[Settings]:
+    """The listed candidates, or all combinations of the grid; dotted keys become tables."""
+    if "candidates" in method:
+        return [_nested(one) for one in method["candidates"]]
+    grid = method.get("grid", {})
     return [_nested(dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
 
 

@@ -1,4 +1,4 @@
-"""The figures as pictures: curves over rounds or iterations with bands over seeds, in colours that anybody can tell."""
+"""The plots: curves over rounds or iterations with error bands over seeds, in colours safe for the colour-blind."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from comfedl.analysis.stats import standard_error
 from comfedl.utils.errors import ConfigError
-from comfedl_reproduction.protocol import Curve, Outcome, standard_error
+from comfedl_reproduction.protocol import Curve, Outcome
 
 try:
     from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ try:
 except ImportError:
     raise ConfigError("The figures need matplotlib, which is not installed: pip install 'comfedl[plot]'.") from None
 
-# Okabe and Ito's palette; a line's style tells it apart in grey too.
+# The palette of Okabe and Ito; line styles differ too, for print in grey.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 METHODS = {
     "ComFedL": 0,
@@ -39,7 +40,7 @@ AXES = {"round": "communication rounds", "iterations": "local iterations (rounds
 
 @dataclass(frozen=True)
 class Panel:
-    """What one set of axes shows: a group's arms, one column of the rows, over "round", "iterations" or "point"."""
+    """One set of axes: a column of curves.csv for the arms of a group, over "round", "iterations" or "point"."""
 
     group: str
     column: str
@@ -53,13 +54,13 @@ def _rows(groups: Sequence[tuple[str, str]], columns: Sequence[str]) -> Grid:
     return [[Panel(group, column, x) for column in columns] for group, x in groups]
 
 
-def _robust(group: str) -> Grid:
-    """As figure 2 of the paper, and test beside it: average accuracy above, the worst client's below."""
+def _fig2(group: str) -> Grid:
+    """As figure 2 of the paper, plus test data: average accuracy above, the worst client's below."""
     splits = ("train", "validation", "test")
     return [[Panel(group, f"{split}.accuracy.{kind}", "round") for split in splits] for kind in ("mean", "worst")]
 
 
-def _sweeps(split: str) -> Grid:
+def _fig3(split: str) -> Grid:
     columns = ["train.accuracy.mean", "validation.accuracy.mean", "validation.accuracy.worst", "test.accuracy.worst"]
     groups = [(f"tau-{split}", "round"), (f"tau-{split}", "iterations"), (f"gamma-{split}", "iterations")]
     return _rows(groups, columns)
@@ -67,25 +68,20 @@ def _sweeps(split: str) -> Grid:
 
 PERSONAL = ["validation.personal_loss.mean", "validation.personal_accuracy.mean", "test.personal_accuracy.mean"]
 WORST = ["validation.personal_loss.worst", "validation.personal_accuracy.worst", "test.personal_accuracy.worst"]
-PICTURES: dict[str, dict[str, Grid]] = {
-    "fig2": {group: _robust(group) for group in ("published", "independent", "skewed")},
-    "fig3": {split: _sweeps(split) for split in ("independent", "skewed")},
+PLOTS: dict[str, dict[str, Grid]] = {
+    "fig2": {group: _fig2(group) for group in ("published", "independent", "skewed")},
+    "fig3": {split: _fig3(split) for split in ("independent", "skewed")},
     "fig4": {"": _rows([("main", "round")], PERSONAL) + _rows([("main", "round")], WORST)},
     "fig5": {"": _rows([("tau", "round"), ("tau", "iterations"), ("gamma", "iterations")], PERSONAL)},
     "fig6": {"": _rows([("rho", "point"), ("rho", "round")], PERSONAL) + _rows([("rho", "point")], WORST)},
 }
 
 
-def pictures(outcome: Outcome) -> dict[str, bytes]:
-    """File name -> PNG of everything that a figure draws."""
-    name = outcome.figure.name
-    grids = {key: _present(grid, outcome) for key, grid in PICTURES[name].items()}
+def plots(outcome: Outcome) -> dict[str, bytes]:
+    """All plots of a figure as PNG, by file name; groups that the preset skips are left out."""
+    name, groups = outcome.figure.name, outcome.figure.groups
+    grids = {key: [row for row in grid if row[0].group in groups] for key, grid in PLOTS[name].items()}
     return {f"{name}{'-' if key else ''}{key}.png": _draw(outcome, grid) for key, grid in grids.items() if grid}
-
-
-def _present(grid: Grid, outcome: Outcome) -> Grid:
-    """A preset may leave groups out."""
-    return [row for row in grid if row[0].group in outcome.figure.groups]
 
 
 def _draw(outcome: Outcome, grid: Grid) -> bytes:
@@ -101,7 +97,7 @@ def _draw(outcome: Outcome, grid: Grid) -> bytes:
     canvas.supxlabel(_caption(outcome), fontsize=7.5, color="0.3")
     drawn, small = io.BytesIO(), io.BytesIO()
     canvas.savefig(drawn, dpi=110, format="png")
-    # 96 colours are enough for lines and bands, and a third of the bytes.
+    # 96 colours are enough for lines and bands, and take a third of the bytes.
     Image.open(drawn).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
     return small.getvalue()
 
@@ -116,39 +112,39 @@ def _panel(axes: Axes, panel: Panel, curves: Sequence[Curve]) -> None:
     if panel.x == "point":
         _over_points(axes, panel, curves)
     else:
-        for i, curve in enumerate(curves):
-            _line(axes, panel, curve, i, curves)
+        for curve in curves:
+            _line(axes, panel, curve, curves)
     split, metric, kind = panel.column.split(".")
     word = metric.removeprefix("personal_")
-    unit = "share of samples" if word == "accuracy" else "nats"
+    unit = "fraction of samples" if word == "accuracy" else "nats"
     who = "worst client" if kind == "worst" else "average client"
     axes.set_ylabel(f"{split} {word}, {who}\n({unit})", fontsize=8)
-    axes.set_xlabel(AXES.get(panel.x, r"heterogeneity $\rho$ (share of the dominant class)"), fontsize=8)
+    axes.set_xlabel(AXES.get(panel.x, r"heterogeneity $\rho$ (fraction of the dominant class)"), fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _line(axes: Axes, panel: Panel, curve: Curve, i: int, curves: Sequence[Curve]) -> None:
-    """A curve with its band; one that diverged is only named, with the round."""
-    whole = [record for record in curve.records if record["diverged"] is None]
-    style = _style(curve, i, curves)
-    if not whole:
+def _line(axes: Axes, panel: Panel, curve: Curve, curves: Sequence[Curve]) -> None:
+    """A curve with its error band; a diverged one appears only in the legend, with the round."""
+    completed = [record for record in curve.records if record["diverged"] is None]
+    style = _style(curve, curves)
+    if not completed:
         first = min(record["diverged"]["round"] for record in curve.records)
         axes.plot([], [], label=f"{_label(curve, curves)}\n(diverged in round {first})", **{**style, "color": "0.5"})
         return
-    gap = whole[0]["settings"]["algorithm"]["local_steps"]
-    x = [row["round"] * (gap if panel.x == "iterations" else 1) for row in whole[0]["rounds"]]
-    values = list(zip(*([row[panel.column] for row in record["rounds"]] for record in whole), strict=True))
-    mean, error = [fmean(each) for each in values], [standard_error(each) for each in values]
+    local_steps = completed[0]["settings"]["algorithm"]["local_steps"]
+    x = [row["round"] * (local_steps if panel.x == "iterations" else 1) for row in completed[0]["rounds"]]
+    values = list(zip(*([row[panel.column] for row in record["rounds"]] for record in completed), strict=True))
+    mean, error = [fmean(each) for each in values], [standard_error(each, single=0.0) for each in values]
     axes.plot(x, mean, label=_label(curve, curves), linewidth=1.5, **style)
     low, high = ([m + sign * e for m, e in zip(mean, error, strict=True)] for sign in (-1, 1))
     axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
 def _over_points(axes: Axes, panel: Panel, curves: Sequence[Curve]) -> None:
-    """The last round's number against the value that a sweep is over, a line a method."""
+    """The last round's value over the points of the sweep, one line per method."""
     for label in dict.fromkeys(curve.arm.label for curve in curves):
         x, mean, error = [], [], []
         for curve in curves:
@@ -156,23 +152,20 @@ def _over_points(axes: Axes, panel: Panel, curves: Sequence[Curve]) -> None:
             if curve.arm.label == label and values:
                 x.append(float(curve.arm.point or "nan"))
                 mean.append(fmean(values))
-                error.append(standard_error(values))
+                error.append(standard_error(values, single=0.0))
         style: dict[str, Any] = {"color": COLOURS[METHODS[label]], "linestyle": STYLES[METHODS[label]]}
         axes.errorbar(x, mean, error, label=label, marker="o", markersize=4, capsize=3, linewidth=1.5, **style)
 
 
-def _style(curve: Curve, i: int, curves: Sequence[Curve]) -> dict[str, Any]:
-    """A colour a method; in a sweep a colour a point, and with several methods a line style a method."""
+def _style(curve: Curve, curves: Sequence[Curve]) -> dict[str, Any]:
+    """One colour per method; in a sweep one colour per point, and one line style per method if there are several."""
     labels = list(dict.fromkeys(one.arm.label for one in curves))
     if curve.arm.point is None:
         number = METHODS.get(curve.arm.label, len(COLOURS) - 1)
         return {"color": COLOURS[number], "linestyle": STYLES[number]}
-    points = list(dict.fromkeys(one.arm.point for one in curves))
-    place = points.index(curve.arm.point)
-    return {
-        "color": COLOURS[place],
-        "linestyle": STYLES[labels.index(curve.arm.label) if len(labels) > 1 else place],
-    }
+    index = list(dict.fromkeys(one.arm.point for one in curves)).index(curve.arm.point)
+    style = STYLES[labels.index(curve.arm.label) if len(labels) > 1 else index]
+    return {"color": COLOURS[index], "linestyle": style}
 
 
 def _label(curve: Curve, curves: Sequence[Curve]) -> str:

@@ -1,8 +1,8 @@
-"""The protocol of a fair comparison: tune on validation with equal budgets, then judge on fresh seeds.
+"""The protocol of a fair comparison: tune on validation data with equal budgets, then evaluate on new seeds.
 
-First every candidate of every method runs on the tuning seeds, and the one with the best validation metric wins. Then
-the winners run on seeds that no choice has seen: another split of the data and another initial model. Test samples take
-part in nothing but the last numbers.
+First, every candidate of every method runs on the tuning seeds, and the one with the best validation metric wins. Then
+the winners run on seeds that tuning has not used: other data splits and other initial models. Test data are used only
+for the final numbers.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from statistics import fmean
 
 from comfedl_reproduction.experiments import FIRST_TUNING_SEED, Arm, Figure, Settings, merged
 from comfedl_reproduction.runner import Record, Run, Runner
 
-# A candidate's score is the mean of so many last evaluations: a single one is noisy.
-LAST = 3
+LAST_EVALUATIONS = 3  # a candidate's score is their mean, since a single one is noisy
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate of an arm with its score on the tuning seeds; diverged ones score minus infinity."""
+    """A candidate of an arm with its score on the tuning seeds: minus infinity if it diverged."""
 
     arm: Arm
     candidate: Settings
@@ -32,7 +31,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Curve:
-    """An arm's runs on the seeds that judge, with the settings that they ran under."""
+    """An arm's runs on the evaluation seeds, and their records."""
 
     arm: Arm
     runs: tuple[Run, ...]
@@ -41,7 +40,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a figure is drawn and tabulated from."""
+    """Everything that the tables and plots of a figure need."""
 
     figure: Figure
     trials: Sequence[Trial]
@@ -49,13 +48,13 @@ class Outcome:
     curves: Sequence[Curve]
 
 
-def carry_out(figures: Sequence[Figure], sources: Mapping[str, Figure], runner: Runner) -> dict[str, Outcome]:
-    """Tune, choose and judge; ``sources`` are all figures whose arms these may refer to, themselves included."""
+def run_figures(figures: Sequence[Figure], sources: Mapping[str, Figure], runner: Runner) -> dict[str, Outcome]:
+    """Tune, select and evaluate; ``sources`` has every figure that their arms refer to, and themselves."""
     needed = {arm.like.split("/")[0] for figure in figures for arm in figure.arms if arm.like is not None}
     tuned = [sources[name] for name in dict.fromkeys([*needed, *(figure.name for figure in figures)])]
     trials = [trial for figure in sorted(tuned, key=lambda figure: figure.name) for trial in _trials(figure)]
     records = runner.run(_by_seed([trial.runs for trial in trials]), "tuning")
-    scored = [_scored(trial, sources, records) for trial in trials]
+    scored = [_score(trial, sources, records) for trial in trials]
     winners = {arm.name: _winner(arm, scored) for figure in tuned for arm in figure.arms if arm.like is None}
     planned = {
         arm.name: tuple(Run({**_settings(arm, sources, winners), "seed": seed}) for seed in _seeds(figure, arm))
@@ -78,8 +77,8 @@ def _seeds(figure: Figure, arm: Arm) -> range:
 
 
 def _by_seed(groups: Sequence[Sequence[Run]]) -> list[Run]:
-    """All runs, one seed of everything after another: runs on the same data follow each other, and what is there after
-    an interruption is a comparison of all methods."""
+    """All runs, ordered by seed: runs on the same data follow one another, and an interruption leaves results for all
+    methods."""
     longest = max((len(group) for group in groups), default=0)
     return [group[i] for i in range(longest) for group in groups if i < len(group)]
 
@@ -94,31 +93,26 @@ def _trials(figure: Figure) -> list[Trial]:
     ]
 
 
-def _scored(trial: Trial, sources: Mapping[str, Figure], records: Mapping[str, Record]) -> Trial:
+def _score(trial: Trial, sources: Mapping[str, Figure], records: Mapping[str, Record]) -> Trial:
     metric = sources[trial.arm.name.split("/")[0]].choose_by
     sign = -1 if metric.split(".")[1].endswith("loss") else 1
     found = [records[run.key] for run in trial.runs]
     trial = replace(trial, core_seconds=sum(record["core_seconds"] for record in found))
     if any(record["diverged"] for record in found):
         return trial
-    score = sign * fmean(fmean(row[metric] for row in record["rounds"][-LAST:]) for record in found)
+    score = sign * fmean(fmean(row[metric] for row in record["rounds"][-LAST_EVALUATIONS:]) for record in found)
     return replace(trial, score=score)
 
 
 def _winner(arm: Arm, trials: Sequence[Trial]) -> Settings:
-    """The best candidate; the first of equals, and the first where all have diverged."""
+    """The best candidate; the first among equals, or if all diverged."""
     own = [trial for trial in trials if trial.arm.name == arm.name]
     return max(own, key=lambda trial: trial.score).candidate if own else arm.candidates[0]
 
 
 def _settings(arm: Arm, sources: Mapping[str, Figure], winners: Mapping[str, Settings]) -> Settings:
-    """The config that an arm is judged under."""
+    """The config that an arm is evaluated with."""
     if arm.like is None:
         return merged(arm.settings, winners[arm.name])
     source = sources[arm.like.split("/")[0]].arm(arm.like)
     return merged(_settings(source, sources, winners), arm.changes)
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """The standard error of the mean over seeds; 0 where there is only one."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0

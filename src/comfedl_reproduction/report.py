@@ -1,4 +1,4 @@
-"""What a figure leaves behind: curves.csv, summary.csv, tuning.csv, about.json and the picture."""
+"""Writes the files of a figure: curves.csv, summary.csv, tuning.csv, about.json, the plots and HTML reports."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ import torch
 from comfedl import __version__
 from comfedl.analysis.html_report import has_plotly, write_page
 from comfedl.analysis.read_runs import Method, Run
-from comfedl.analysis.report_data import Asked
+from comfedl.analysis.report_data import ReportOptions
+from comfedl.analysis.stats import standard_error
 from comfedl.utils.files import write_atomic
-from comfedl_reproduction.plots import pictures
-from comfedl_reproduction.protocol import Curve, Outcome, standard_error
+from comfedl_reproduction.plots import plots
+from comfedl_reproduction.protocol import Curve, Outcome
 
 SPLITS = ("train", "validation", "test")
 
 
 def write(outcome: Outcome, folder: Path) -> Path:
-    """Write all of a figure's files."""
+    """Write all files of a figure."""
     folder.mkdir(parents=True, exist_ok=True)
     tables = {"curves": curves(outcome), "summary": summary(outcome), "tuning": tuning(outcome)}
     for name, rows in tables.items():
         if rows:
             write_atomic(folder / f"{name}.csv", _csv(rows).encode())
-    for name, png in pictures(outcome).items():
+    for name, png in plots(outcome).items():
         write_atomic(folder / name, png)
     write_atomic(folder / "about.json", (json.dumps(about(outcome), indent=2) + "\n").encode())
     if has_plotly():
@@ -42,46 +43,46 @@ def write(outcome: Outcome, folder: Path) -> Path:
 
 
 def write_pages(outcome: Outcome, folder: Path) -> None:
-    """One report a group of curves, since a group is what can be compared: judged on test data."""
+    """Write one HTML report on test data per group of curves, since only those within a group are comparable."""
     groups = list(dict.fromkeys(curve.arm.group for curve in outcome.curves))
     for name in groups:
         curves = [curve for curve in outcome.curves if curve.arm.group == name]
-        methods = [Method(_said(curve), _whole(curve)) for curve in curves if _whole(curve)]
-        lost = [
-            f"{_said(curve)} diverged with {gone} of {len(curve.records)} seeds, which are left out."
+        methods = [Method(_title(curve), _completed(curve)) for curve in curves if _completed(curve)]
+        notes = [
+            f"{_title(curve)} diverged with {diverged} of {len(curve.records)} seeds, which are left out."
             for curve in curves
-            if (gone := len(curve.records) - len(_whole(curve)))
+            if (diverged := len(curve.records) - len(_completed(curve)))
         ]
         if methods:
             title = f"{outcome.figure.title}: {outcome.figure.groups[name]}."
-            asked = Asked("test", outcome.figure.metric, [title, *lost])
-            write_page(methods, (), folder / f"report{f'-{name}' if len(groups) > 1 else ''}.html", asked)
+            options = ReportOptions("test", outcome.figure.metric, [title, *notes])
+            write_page(methods, (), folder / f"report{f'-{name}' if len(groups) > 1 else ''}.html", options)
 
 
-def _said(curve: Curve) -> str:
+def _title(curve: Curve) -> str:
     return f"{curve.arm.label}, {curve.arm.point}" if curve.arm.point else curve.arm.label
 
 
-def _whole(curve: Curve) -> list[Run]:
-    """The runs that came to their end."""
+def _completed(curve: Curve) -> list[Run]:
+    """The runs that did not diverge."""
     return [
-        Run(record["settings"], record["rounds"], True, kept=record["clients"])
+        Run(record["settings"], record["rounds"], True, client_rows=record["clients"])
         for record in curve.records
         if record["diverged"] is None
     ]
 
 
 def metrics(outcome: Outcome) -> list[str]:
-    """The columns that the figure shows: loss and accuracy, mean and worst, of the global or the personal models."""
+    """The columns of the figure: loss and accuracy, mean and worst client, of the global or the personal models."""
     prefix = "personal_" if outcome.figure.metric.startswith("personal_") else ""
     return [f"{s}.{prefix}{m}.{k}" for s in SPLITS for m in ("accuracy", "loss") for k in ("mean", "worst")]
 
 
 def curves(outcome: Outcome) -> list[dict[str, Any]]:
-    """One row a run and evaluated round."""
+    """One row per run and evaluated round."""
     return [
-        {**_names(curve), "seed": seed, "round": row["round"], "iterations": row["round"] * _gap(record)}
-        | {name: _short(row[name]) for name in metrics(outcome)}
+        {**_names(curve), "seed": seed, "round": row["round"], "iterations": row["round"] * _local_steps(record)}
+        | {name: _rounded(row[name]) for name in metrics(outcome)}
         for curve in outcome.curves
         for seed, record in enumerate(curve.records)
         for row in record["rounds"]
@@ -89,35 +90,35 @@ def curves(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def summary(outcome: Outcome) -> list[dict[str, Any]]:
-    """One row an arm: what it ran with, how often it diverged, and the last round's numbers with standard errors."""
-    return [_summed(curve, metrics(outcome)) for curve in outcome.curves]
+    """One row per arm: its algorithm, how many seeds diverged, and the last round's means with standard errors."""
+    return [_summary_row(curve, metrics(outcome)) for curve in outcome.curves]
 
 
-def _summed(curve: Curve, names: Sequence[str]) -> dict[str, Any]:
-    whole = [record for record in curve.records if record["diverged"] is None]
+def _summary_row(curve: Curve, names: Sequence[str]) -> dict[str, Any]:
+    completed = [record for record in curve.records if record["diverged"] is None]
     row: dict[str, Any] = {
         **_names(curve),
         "seeds": len(curve.records),
-        "diverged": len(curve.records) - len(whole),
+        "diverged": len(curve.records) - len(completed),
         "algorithm": json.dumps(curve.records[0]["settings"]["algorithm"]),
     }
     for name in names:
-        values = [record["rounds"][-1][name] for record in whole]
-        row[name] = _short(fmean(values)) if values else None
-        row[f"{name} ±"] = _short(standard_error(values)) if len(values) > 1 else None
+        values = [record["rounds"][-1][name] for record in completed]
+        row[name] = _rounded(fmean(values)) if values else None
+        row[f"{name} ±"] = _rounded(standard_error(values)) if len(values) > 1 else None
     row["message"] = next((record["diverged"]["message"] for record in curve.records if record["diverged"]), None)
     return row
 
 
 def tuning(outcome: Outcome) -> list[dict[str, Any]]:
-    """One row a candidate, with its score and whether it won."""
+    """One row per candidate, with its score and whether it was selected."""
     return [
         {
             "arm": trial.arm.name,
             "candidate": json.dumps(trial.candidate["algorithm"]),
             "metric": outcome.figure.choose_by,
             "seeds": " ".join(str(run.settings["seed"]) for run in trial.runs),
-            "score": _short(trial.score) if math.isfinite(trial.score) else "diverged",
+            "score": _rounded(trial.score) if math.isfinite(trial.score) else "diverged",
             "chosen": "yes" if outcome.winners[trial.arm.name] is trial.candidate else "",
         }
         for trial in outcome.trials
@@ -125,10 +126,10 @@ def tuning(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def about(outcome: Outcome) -> dict[str, Any]:
-    """Where the numbers come from."""
+    """The provenance of the numbers."""
     records = [record for curve in outcome.curves for record in curve.records]
     figure = outcome.figure
-    iterations = {record["settings"]["rounds"] * _gap(record) for record in records}
+    iterations = {record["settings"]["rounds"] * _local_steps(record) for record in records}
     batches = {record["settings"]["algorithm"]["batch_size"] for record in records}
     return {
         "figure": figure.name,
@@ -156,11 +157,11 @@ def _names(curve: Curve) -> dict[str, str]:
     return {"group": arm.group, "method": arm.label, "point": arm.point or ""}
 
 
-def _gap(record: Mapping[str, Any]) -> int:
+def _local_steps(record: Mapping[str, Any]) -> int:
     return int(record["settings"]["algorithm"]["local_steps"])
 
 
-def _short(number: float) -> float:
+def _rounded(number: float) -> float:
     return float(f"{number:.5g}")
 
 

@@ -1,27 +1,22 @@
-"""Many runs over many processes: each finished run is one file, and what is finished is not run again.
+"""Runs many configs over several processes; each finished run is one file and is never repeated.
 
-A run is a config with its seed, and its file is named by a hash of all its values, so that figures share runs. While
-it goes its folder keeps checkpoints: a run that was killed goes on from its last one.
+A run is a config with its seed. Its file is named by a hash of all values, so that figures share runs. A killed run
+resumes from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
-import types
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from multiprocessing.connection import wait as wait_for
 from multiprocessing.sharedctypes import Synchronized, SynchronizedString
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -32,16 +27,16 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 
 from comfedl.config.schema import Config, parse_config, run_config
 from comfedl.core.client_statistics import Row
-from comfedl.core.protocol import Diverged
 from comfedl.data.federated import FederatedData
 from comfedl.training.callbacks import Callback
 from comfedl.training.progress import TwoLines, emit, seen
-from comfedl.utils.errors import ComfedlError
+from comfedl.utils.errors import Diverged
 from comfedl.utils.files import write_atomic
+from comfedl.utils.process_pool import SPAWN, init_worker, process_pool, sigterm_as_interrupt
 
 Record = dict[str, Any]
 
-MOST_NEWS = 400  # bytes of the line that says how the runs are going
+STATUS_BYTES = 400  # size of the shared buffer for the status line
 
 
 @dataclass(frozen=True)
@@ -62,21 +57,21 @@ class Run:
 
     @property
     def work(self) -> int:
-        """About how long it takes, in local steps."""
+        """An estimate of the cost, in local steps."""
         algorithm = self.config.make_algorithm()
         passes = 2 if hasattr(algorithm, "adapt_lr") or hasattr(algorithm, "lam") else 1
         return self.config.rounds * (algorithm.local_steps * passes + 1)
 
 
 class Runner:
-    """Runs what is not finished yet and gives the records of all."""
+    """Runs what is not finished yet and returns the records of all runs."""
 
     def __init__(self, folder: Path, jobs: int, commit: str | None = None, log: str = "bar") -> None:
         self.folder, self.jobs, self.commit, self.log = folder, jobs, commit, log
         self.done = 0
 
     def record(self, run: Run) -> Record | None:
-        """What a finished run has left."""
+        """The record of a finished run; None if it is not finished."""
         path = self.folder / f"{run.key}.json"
         if not path.exists():
             return None
@@ -84,53 +79,41 @@ class Runner:
         return found
 
     def run(self, runs: Sequence[Run], label: str) -> dict[str, Record]:
-        """The records of these runs by key; what is missing is run first, in this order."""
+        """The records of these runs by key; missing ones are run first, in this order."""
         unique = {run.key: run for run in runs}
         missing = [run for run in unique.values() if self.record(run) is None]
         if missing:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._perform(missing, label)
+            self._run_missing(missing, label)
             self.done += len(missing)
         records = {key: self.record(run) for key, run in unique.items()}
         return {key: record for key, record in records.items() if record is not None}
 
-    def _perform(self, runs: Sequence[Run], label: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        stop, steps = context.Event(), context.Value("d", 0.0)
-        news = cast(SynchronizedString, context.Array("c", MOST_NEWS))
+    def _run_missing(self, runs: Sequence[Run], label: str) -> None:
+        stop, steps = SPAWN.Event(), SPAWN.Value("d", 0.0)
+        status = cast(SynchronizedString, SPAWN.Array("c", STATUS_BYTES))
         jobs = min(self.jobs, len(runs))
         threads = max(1, (os.cpu_count() or 1) // jobs)
-        pool = ProcessPoolExecutor(jobs, context, _start, (threads, stop, steps, news))
-        before = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            with _bar(label, sum(run.work for run in runs), self.log) as show:
-                futures = [pool.submit(_perform, run.settings, run.work, self.folder, self.commit) for run in runs]
-                waiting: set[Future[None]] = set(futures)
-                while waiting:
-                    ended, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
-                    for future in ended:
-                        future.result()
-                    said = news.value.decode(errors="ignore")
-                    show(steps.value, len(futures) - len(waiting), len(futures), said)
-        except BrokenProcessPool:
-            raise ComfedlError(
-                "A process of a run was ended from outside (out of memory?); start the same command again with fewer "
-                "--jobs: finished runs are kept."
-            ) from None
-        finally:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: types.FrameType | None) -> None:
-    raise KeyboardInterrupt
+        shared = (threads, stop, steps, status)
+        with sigterm_as_interrupt(), process_pool(jobs, _start_worker, shared) as pool:
+            try:
+                with _progress_bar(label, sum(run.work for run in runs), self.log) as show:
+                    futures = [pool.submit(_do_run, run.settings, run.work, self.folder, self.commit) for run in runs]
+                    waiting: set[Future[None]] = set(futures)
+                    while waiting:
+                        ended, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+                        for future in ended:
+                            future.result()
+                        line = status.value.decode(errors="ignore")
+                        show(steps.value, len(futures) - len(waiting), len(futures), line)
+            finally:
+                stop.set()  # before the pool waits for its workers
 
 
 @contextmanager
-def _bar(label: str, total: float, log: str) -> Iterator[Any]:
-    """A bar over all runs with the time left and how a run stands; nothing where there is no terminal."""
-    console, told = Console(stderr=True), 0
+def _progress_bar(label: str, total: float, log: str) -> Iterator[Any]:
+    """A bar over all runs with the time left and a status line; silent without a terminal."""
+    console, reported = Console(stderr=True), 0
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[runs]}"))
     with TwoLines(
         *columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console,
@@ -138,86 +121,74 @@ def _bar(label: str, total: float, log: str) -> Iterator[Any]:
     ) as bar:  # fmt: skip
         task = bar.add_task(label, total=total, runs="")
 
-        def show(steps: float, done: int, runs: int, said: str) -> None:
-            nonlocal told
-            bar.said = said
+        def show(steps: float, done: int, runs: int, status: str) -> None:
+            nonlocal reported
+            bar.said = status
             bar.update(task, completed=steps, runs=f"{done} of {runs} runs")
-            if log == "json" and done > told:
+            if log == "json" and done > reported:
                 emit("runs", of=label, done=done, runs=runs, share=round(steps / total, 4))
-                told = done
+                reported = done
 
         yield show
 
 
-# What a process of the pool does.
+# In the workers.
 
 _stop: Event
 _steps: Synchronized[float]
-_news: SynchronizedString
+_status: SynchronizedString
 
 
-def _start(threads: int, stop: Event, steps: Synchronized[float], news: SynchronizedString) -> None:
-    global _stop, _steps, _news
-    import torch
-
-    _stop, _steps, _news = stop, steps, news
-    torch.set_num_threads(threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_die_with, args=(parent.sentinel,), daemon=True).start()
+def _start_worker(threads: int, stop: Event, steps: Synchronized[float], status: SynchronizedString) -> None:
+    global _stop, _steps, _status
+    _stop, _steps, _status = stop, steps, status
+    init_worker(threads)
 
 
-def _die_with(sentinel: int) -> None:
-    """A process whose parent was killed must not go on writing into the folders of the next one."""
-    wait_for([sentinel])
-    os._exit(1)
-
-
-class _Watch(Callback):
-    """Counts rounds for the bar, keeps the rows, and stops the run when the parent says so."""
+class _RunMonitor(Callback):
+    """Counts rounds for the progress bar, collects the rows, and stops the run when the parent asks to."""
 
     def __init__(self, label: str, work: float, rounds: int) -> None:
         self.label = label
         self.rows: list[Row] = []
-        self.each, self.counted, self.rounds = work / rounds, 0, rounds
+        self.steps_per_round, self.counted, self.rounds = work / rounds, 0, rounds
 
     def round_done(self, number: int) -> None:
         with _steps.get_lock():
-            _steps.value += self.each * (number - self.counted)
+            _steps.value += self.steps_per_round * (number - self.counted)
         self.counted = number
         if _stop.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)  # the run's folder ends the round with a checkpoint
+            os.kill(os.getpid(), signal.SIGTERM)  # which the run handles: it writes a checkpoint and stops
 
     def evaluated(self, row: Row, clients: Sequence[Row]) -> None:
         self.rows.append(row)
-        said = f"{self.label}, round {row['round']}/{self.rounds}; {seen(row, clients) or ''}"
-        _news.value = said.encode()[: MOST_NEWS - 1]
+        status = f"{self.label}, round {row['round']}/{self.rounds}; {seen(row, clients) or ''}"
+        _status.value = status.encode()[: STATUS_BYTES - 1]
 
 
 @lru_cache(maxsize=1)
 def _data(table: str, seed: int) -> FederatedData:
-    """The data of the last run: the next one often has the same."""
+    """The data, cached because the next run often uses the same."""
     return parse_config({**json.loads(table), "seed": seed}).make_data()
 
 
-def _perform(settings: Mapping[str, Any], work: float, folder: Path, commit: str | None) -> None:
-    """Do one run and leave its record, or that it has diverged and where."""
-    if _stop.is_set():  # it was in the queue already when the others were called off
+def _do_run(settings: Mapping[str, Any], work: float, folder: Path, commit: str | None) -> None:
+    """Do one run and write its record, which may be that it diverged."""
+    if _stop.is_set():  # the pool had already queued it when the rest was cancelled
         return
     run, started = Run(settings), time.process_time()
     config, path = run.config, folder / "unfinished" / run.key
     fed = _data(json.dumps({"data": settings["data"], "algorithm": {"name": "fedavg"}}), config.seed)
-    watch = _Watch(f"{config.algorithm.name}, seed {config.seed}", work, config.rounds)
+    monitor = _RunMonitor(f"{config.algorithm.name}, seed {config.seed}", work, config.rounds)
     record: Record = {"settings": config.resolved(), "commit": commit, "diverged": None}
     try:
-        result = run_config(config, out=path, resume=True, callbacks=[watch], fed=fed)
+        result = run_config(config, out=path, resume=True, callbacks=[monitor], fed=fed)
         last = result.rounds[-1]["round"]
         clients = [row for row in result.clients if row["round"] == last]
         record |= {"rounds": result.rounds, "clients": clients}
     except Diverged as error:
         found = {"round": error.round, "client": error.client, "message": str(error)}
-        record |= {"rounds": watch.rows, "clients": [], "diverged": found}
-    record["core_seconds"] = round(time.process_time() - started, 2)  # since the last time that it was resumed
+        record |= {"rounds": monitor.rows, "clients": [], "diverged": found}
+    record["core_seconds"] = round(time.process_time() - started, 2)  # since the last resume
     write_atomic(folder / f"{run.key}.json", json.dumps(record).encode())
     shutil.rmtree(path, ignore_errors=True)

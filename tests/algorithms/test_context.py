@@ -1,4 +1,4 @@
-"""Who takes part in a round: drawn without a look at all clients, and the same as ever."""
+"""Sampling of participants: without touching all clients, and with unchanged draws."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hypothesis import strategies as st
 import comfedl as cf
 from comfedl.algorithms.context import RoundContext
 from comfedl.core import client_vector
-from comfedl.core.reply_validation import QUARANTINE, Screen
+from comfedl.core.reply_validation import QUARANTINE, ReplyValidator
 from comfedl.data.client_names import NumberedNames
 from comfedl.utils import rng
 
 
 class Somewhere:
-    """As much of an engine as drawing needs."""
+    """The part of an engine that sampling needs."""
 
     def __init__(self, clients: int) -> None:
         self.names, self.sizes = NumberedNames(clients), np.arange(clients) + 1
 
 
 def here(clients: int, participants: int, barred: set[int], number: int = 1) -> RoundContext:
-    screen = Screen({"params": {}, "buffers": {}}, NumberedNames(clients), quorum=0.0)
-    screen.offences = dict.fromkeys(barred, QUARANTINE) | {
+    validator = ReplyValidator({"params": {}, "buffers": {}}, NumberedNames(clients), quorum=0.0)
+    validator.offences = dict.fromkeys(barred, QUARANTINE) | {
         i: 1 for i in range(clients) if i % 3 == 0 and i not in barred
     }
-    return RoundContext(number, 5, participants, Somewhere(clients), screen=screen)  # type: ignore[arg-type]
+    return RoundContext(number, 5, participants, Somewhere(clients), validator=validator)  # type: ignore[arg-type]
 
 
 @settings(deadline=None)
@@ -50,7 +50,7 @@ def test_the_draw_is_from_a_list_of_all_who_may_be_asked(data: st.DataObject, cl
 
 
 def test_drawing_by_weights() -> None:
-    """In proportion to the weights, and never one without weight or in quarantine."""
+    """In proportion to the weights, and never a client that has no weight or is excluded."""
     weights, counts = np.array([0.0, 1.0, 2.0, 5.0, 1.0, 0.0]), np.zeros(6)
     for number in range(1, 1001):
         for i in here(6, 4, {4}, number).sample_by(weights, replace=True):

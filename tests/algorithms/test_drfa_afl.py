@@ -114,7 +114,7 @@ def test_afl_asks_everybody() -> None:
 
 
 class Scripted:
-    """A generator whose draws are written down; what was asked of it is kept."""
+    """A generator with scripted draws that records its calls."""
 
     def __init__(self, purpose: str, clients: Sequence[int], snapshot: int, losses: Sequence[int]) -> None:
         self.purpose, self.draws = purpose, {"clients": clients, "losses": losses}
@@ -211,7 +211,7 @@ def test_drfa_with_its_own_draws_by_hand() -> None:
 
 
 class Silent:
-    """Clients that train by nothing and report losses as told: what is left is the server's part."""
+    """Clients that do not train and report scripted losses: only the server's part is left."""
 
     names, sizes = tuple(NAMES), np.array(list(SIZES.values()))
 
@@ -343,7 +343,7 @@ def run_one(options: dict[str, Any], everybody: list[int]) -> cf.Result:
 
 
 def test_the_worst_client_is_better_off() -> None:
-    """The point of it: a lower worst loss than plain averaging, at the end of a run."""
+    """Its purpose: a lower worst loss than plain averaging at the end of a run."""
     options = {"lr": 0.1, "local_steps": 3, "batch_size": None}
     plain, afl = (
         run(method, 40, eval_every=40).rounds[-1]["train.loss.worst"]

@@ -1,4 +1,4 @@
-"""The model that a client would use: by hand, as recorded, as written; and evaluation that leaves training alone."""
+"""Personal models: by hand, as recorded, as written; and evaluation without effect on training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BATCHED: dict[str, Any] = {**FULL, "batch_size": 4}
 
 
 def methods(options: dict[str, Any]) -> dict[str, Algorithm]:
-    """Every method, with hyper-parameters at which it does what is its own."""
+    """Every method, with hyperparameters at which it differs from the others."""
     return {
         "fedavg": cf.FedAvg(**options),
         "comfedl": cf.ComFedL(**options),
@@ -164,7 +164,7 @@ def test_the_records_agree_with_the_personal_models(name: str, batch_size: int |
 @pytest.mark.parametrize(("running", "dropout"), [(True, 0.0), (True, 0.4), (False, 0.4)])
 @pytest.mark.parametrize("name", ["fedavg", "comfedl kl", "fedmaml", "damaml", "ditto"])
 def test_the_records_agree_with_batch_norm_and_dropout(name: str, running: bool, dropout: float) -> None:
-    """Personal buffers are the model's own, and its steps see the same dropout whoever asks."""
+    """Personal models have their own buffers, and their steps always see the same dropout."""
     fed, module = splits(), Normed(running, dropout)
     result = cf.fit(module, fed, methods({**BATCHED, "personal_steps": 2})[name], rounds=2)
     for client, recorded_loss in zip(NAMES, recorded(result, "validation.personal_loss")[-1], strict=True):
@@ -186,7 +186,7 @@ ODD = ["../x", "a/b", "a%2Fb", "é", ".", "..", "a", "a b", "a.b", "-x", "\\", "
 
 @pytest.mark.parametrize("name", ["fedavg", "ditto", "fedmaml"])
 def test_files(tmp_path: Path, name: str) -> None:
-    """One file a client with the very tensors, whatever the clients are called; nothing outside ``personal/``."""
+    """One file per client with the exact tensors, whatever the clients' names; nothing outside ``personal/``."""
     rng = np.random.default_rng(0)
     data = {client: (rng.normal(size=(6, 4)), rng.integers(0, 3, size=6)) for client in ODD}
     result = cf.fit(Normed(), cf.FederatedData(data), methods(BATCHED)[name], rounds=2, out=tmp_path / "deep" / "run")

@@ -115,7 +115,7 @@ def test_a_client_without_loss_breaks_nothing(q: float, dtype: torch.dtype) -> N
 
 
 def test_clients_are_drawn_by_their_samples_where_asked() -> None:
-    """One of five a round: the chances are those of the sample counts."""
+    """One of five clients per round, with probabilities in proportion to their samples."""
 
     class Engine:
         names, sizes = tuple("abcde"), np.array(list(SIZES.values()))
@@ -137,7 +137,7 @@ def test_drawing_by_samples_changes_who_takes_part_and_nothing_else() -> None:
 
 
 def test_a_negative_loss_is_refused_with_advice() -> None:
-    """F^q has no meaning there. What is said must name the cause, and not blame a client's reply."""
+    """F^q is undefined; the error must name the cause, and not blame a client's reply."""
     data = {name: (torch.randn(6, 2), torch.randn(6)) for name in "ab"}
     with pytest.raises(cf.ComfedlError, match="negative"):
         cf.fit(

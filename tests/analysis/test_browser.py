@@ -24,7 +24,8 @@ CHROMIUM = next(
 )
 DRIVER = shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="no Chromium here (Debian: apt-get install chromium chromium-driver)"
+    CHROMIUM is None or DRIVER is None,
+    reason="Chromium is not installed (Debian: apt-get install chromium chromium-driver)",
 )
 WIDTHS = (1280, 390)
 CLIENTS = [*ODD, "a-client-with-a-rather-long-name-of-some-hospital", *(f"client-{i}" for i in range(8))]
@@ -192,8 +193,8 @@ def test_a_dot_of_the_strip_leads_to_its_client(browser: Any, report: str) -> No
     last = len(CLIENTS) - 1  # the worst-off one, apart from the others
     chosen = "return document.getElementById('client').value"
     click(browser, ("#strip .plot", 0, 0, last), chosen, lambda found: found == CLIENTS[last])
-    told = browser.execute_script("return document.querySelector('#clients h3').textContent")
-    assert told.startswith("fedavg client-7, ")
+    heading = browser.execute_script("return document.querySelector('#clients h3').textContent")
+    assert heading.startswith("fedavg client-7, ")
 
 
 def test_pointing_at_a_line_names_the_client_as_it_is_written(browser: Any, report: str) -> None:
@@ -265,7 +266,7 @@ def test_the_live_page_follows_a_run(browser: Any, tmp_path: Path, width: int) -
             (run / "summary.json").write_bytes((whole / "summary.json").read_bytes())
             until(browser, state, lambda found: found == "finished")
             assert browser.execute_script(rounds) == [1, 2, 3, 4]
-            # What the reader has chosen stays chosen.
+            # The user's selection is kept.
             assert browser.execute_script(OPACITIES)[0][4] == 1
             assert browser.execute_script(OUTSIDE) == [] and browser.execute_script(OVERLAPS) == []
         finally:

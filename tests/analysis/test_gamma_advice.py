@@ -1,4 +1,4 @@
-"""comfedl advise: what each gamma would do, from one pass over the clients' losses."""
+"""comfedl advise: the effect of each gamma, computed from the client losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import comfedl as cf
-from comfedl.analysis.gamma_advice import advise, draw
+from comfedl.analysis.gamma_advice import advise, plot_advice
 from comfedl.cli.main import main
 from comfedl.config.schema import parse_config, run_config
 from comfedl.utils.toml import to_toml
@@ -31,20 +31,20 @@ def test_the_losses_are_those_after_plain_averaging() -> None:
     assert list(found.names) == list(plain.names)
     # The same for a method that has no outer function: what KL would do in its place.
     other = advise(parse_config(settings(algorithm={"name": "fedavg", "lr": 0.3})), warmup=3)
-    assert other.losses == pytest.approx(last, rel=1e-5) and other.chosen is None
+    assert other.losses == pytest.approx(last, rel=1e-5) and other.config_gamma is None
 
 
 def test_each_gamma_is_what_kl_would_do() -> None:
     found = advise(parse_config(settings()), warmup=3)
     losses = torch.from_numpy(found.losses)
-    assert [option.gamma for option in found.options] == sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0})
-    for option in found.options:
-        r = cf.KL(option.gamma).weights(losses).numpy()
-        assert option.weights == pytest.approx(r)
-        assert option.effective == pytest.approx(1 / (r**2).sum())
-        assert option.noise == pytest.approx(6 * (r**2).sum())
-        assert option.loss == pytest.approx(float(r @ found.losses))
-    numbers = [option.effective for option in found.options]
+    assert [effect.gamma for effect in found.effects] == sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0})
+    for effect in found.effects:
+        r = cf.KL(effect.gamma).weights(losses).numpy()
+        assert effect.weights == pytest.approx(r)
+        assert effect.effective == pytest.approx(1 / (r**2).sum())
+        assert effect.noise == pytest.approx(6 * (r**2).sum())
+        assert effect.loss == pytest.approx(float(r @ found.losses))
+    numbers = [effect.effective for effect in found.effects]
     assert numbers == sorted(numbers)
     gamma = found.gamma_for(3)
     assert 1 / (cf.KL(gamma).weights(losses) ** 2).sum() == pytest.approx(3)
@@ -52,15 +52,15 @@ def test_each_gamma_is_what_kl_would_do() -> None:
 
 def test_the_noise_is_the_variance_of_a_weighted_mean() -> None:
     """The formula against draws: means of independent numbers of variance 1, weighted and not."""
-    option = advise(parse_config(settings()), warmup=3, gammas=[0.5]).options[-1]
+    effect = advise(parse_config(settings()), warmup=3, gammas=[0.5]).effects[-1]
     draws = np.random.default_rng(0).normal(size=(200_000, 6))
-    ratio = (draws @ option.weights).var() / draws.mean(axis=1).var()
-    assert ratio == pytest.approx(option.noise, rel=0.02)
+    ratio = (draws @ effect.weights).var() / draws.mean(axis=1).var()
+    assert ratio == pytest.approx(effect.noise, rel=0.02)
 
 
 def test_some_of_the_clients() -> None:
     found = advise(parse_config(settings(clients_per_round=2)), warmup=2, gammas=[1e-6, 1e6])
-    sharp, flat = found.options[0], found.options[-1]
+    sharp, flat = found.effects[0], found.effects[-1]
     assert flat.effective == pytest.approx(2) and flat.noise == pytest.approx(1)
     # With two of six, the worse of the two takes all: noise doubles, and the best client never has a weight.
     assert sharp.effective == pytest.approx(1) and sharp.noise == pytest.approx(2)
@@ -71,14 +71,14 @@ def test_some_of_the_clients() -> None:
 
 def test_equal_losses_are_told() -> None:
     found = advise(parse_config(settings()), warmup=0)
-    assert found.equal and found.losses == pytest.approx([np.log(10)] * 6)
-    assert all(option.effective == pytest.approx(6) for option in found.options)
+    assert found.equal_losses and found.losses == pytest.approx([np.log(10)] * 6)
+    assert all(effect.effective == pytest.approx(6) for effect in found.effects)
 
 
 def test_a_wanted_number_shows_its_gamma() -> None:
     method = {"name": "comfedl", "lr": 0.3, "outer": {"name": "kl", "effective_clients": 2.5}}
     found = advise(parse_config(settings(algorithm=method)), warmup=3)
-    chosen = next(option for option in found.options if option.gamma == found.chosen)
+    chosen = next(effect for effect in found.effects if effect.gamma == found.config_gamma)
     assert chosen.effective == pytest.approx(2.5)
 
 
@@ -86,7 +86,7 @@ def test_a_wanted_number_shows_its_gamma() -> None:
 def test_other_methods(name: str) -> None:
     arguments = {"adapt_lr": 0.1, "gamma": 0.5} if name == "comfedl-damaml" else {}
     found = advise(parse_config(settings(algorithm={"name": name, "lr": 0.2, **arguments})), warmup=1)
-    assert np.isfinite(found.losses).all() and not found.equal
+    assert np.isfinite(found.losses).all() and not found.equal_losses
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,5 +107,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_a_picture_of_many_clients(tmp_path: Path) -> None:
     found = advise(parse_config(settings()), warmup=1, gammas=[0.1])
-    draw(found, tmp_path / "one.png")
+    plot_advice(found, tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 10_000

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from comfedl.analysis.html_report import offer_report, page, write_report
-from comfedl.analysis.plots import pictures
+from comfedl.analysis.plots import draw_plots
 from comfedl.analysis.read_runs import read_methods
-from comfedl.analysis.report_data import MOST_CLIENTS, Asked, contents
+from comfedl.analysis.report_data import MAX_CLIENTS, ReportOptions, report_contents
 from comfedl.core.client_statistics import summarise
 from comfedl.utils.errors import ConfigError
 from helpers.handmade import ODD, write_run
@@ -56,7 +56,7 @@ def two(tmp_path: Path) -> list[Path]:
 
 
 def test_curves_have_the_mean_and_the_span_of_the_seeds(two: list[Path]) -> None:
-    shown = contents(*read_methods(two))
+    shown = report_contents(*read_methods(two))
     methods, _ = read_methods(two)
     for made, method in zip(shown["methods"], methods, strict=True):
         found = made["curves"]["validation.accuracy.worst"]
@@ -67,7 +67,7 @@ def test_curves_have_the_mean_and_the_span_of_the_seeds(two: list[Path]) -> None
 
 
 def test_the_table_is_over_seeds_and_marks_the_best(two: list[Path]) -> None:
-    table = contents(*read_methods(two))["table"]
+    table = report_contents(*read_methods(two))["table"]
     assert table["columns"] == [
         "average", "worst", "worst 10 %", "std over clients", "effective clients", "traffic, MB", "time, s",
     ]  # fmt: skip
@@ -81,7 +81,7 @@ def test_the_table_is_over_seeds_and_marks_the_best(two: list[Path]) -> None:
 
 def test_configs_show_what_differs_first(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / "one", quorum=0.5), write_run(tmp_path / "two", "comfedl", quorum=0.5)]
-    found = contents(*read_methods(folders))["configs"]
+    found = report_contents(*read_methods(folders))["configs"]
     assert [row["key"] for row in found["differ"]] == ["algorithm.name"]
     assert found["differ"][0]["values"] == ["fedavg", "comfedl"]
     assert {"quorum", "data.name", "algorithm.lr"} <= {row["key"] for row in found["same"]}
@@ -89,7 +89,7 @@ def test_configs_show_what_differs_first(tmp_path: Path) -> None:
 
 def test_names_stay_names(two: list[Path]) -> None:
     """A client may be named like a tag: the page has as many scripts and elements as with harmless names."""
-    html = page(contents(*read_methods(two)))
+    html = page(report_contents(*read_methods(two)))
     parsed = Parsed(html)
     assert len(parsed.scripts) == 3
     held = json.loads(parsed.scripts[1])
@@ -98,13 +98,13 @@ def test_names_stay_names(two: list[Path]) -> None:
 
 
 def test_a_method_named_like_a_tag(tmp_path: Path) -> None:
-    html = page(contents(*read_methods([write_run(tmp_path / "<b>&bold")])))
+    html = page(report_contents(*read_methods([write_run(tmp_path / "<b>&bold")])))
     assert '<h1 id="title">&lt;b&gt;&amp;bold</h1>' in html
     assert ("b", {}) not in Parsed(html).tags
 
 
 def test_the_page_asks_nobody_for_anything(two: list[Path]) -> None:
-    html = page(contents(*read_methods(two)))
+    html = page(report_contents(*read_methods(two)))
     for tag, attributes in Parsed(html).tags:
         assert "src" not in attributes, tag
         assert (attributes.get("href") or "data:").startswith("data:")
@@ -115,10 +115,10 @@ def test_the_page_asks_nobody_for_anything(two: list[Path]) -> None:
 
 def test_many_clients_are_shown_by_the_worst_the_best_and_a_sample(tmp_path: Path) -> None:
     names = [f"client-{i:04}" for i in range(1000)]
-    shown = contents(*read_methods([write_run(tmp_path / "run", clients=names)]))
+    shown = report_contents(*read_methods([write_run(tmp_path / "run", clients=names)]))
     (one,) = shown["clients"]
-    assert len(one["names"]) <= MOST_CLIENTS
-    third = MOST_CLIENTS // 3
+    assert len(one["names"]) <= MAX_CLIENTS
+    third = MAX_CLIENTS // 3
     assert set(names[:third]) | set(names[-third:]) <= set(one["names"])  # later clients are worse off
     assert one["names"] == sorted(one["names"])
     assert any(f"Of 1,000 clients, {len(one['names'])} are shown" in note for note in shown["sampled"])
@@ -133,7 +133,7 @@ def test_a_page_of_many_runs_stays_small(tmp_path: Path) -> None:
         for name in ("fedavg", "comfedl")
         for seed in range(4)
     ]
-    shown = contents(*read_methods(folders))
+    shown = report_contents(*read_methods(folders))
     assert len(page(shown)) < 8_000_000
     assert [(one["method"], one["seed"]) for one in shown["clients"]] == [(0, 0), (1, 0)]
     assert "first seed" in " ".join(shown["sampled"])
@@ -146,12 +146,12 @@ def test_regression_has_no_accuracy(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / name, name, lift, metrics=metrics) for name, lift in (("fedavg", 0), ("comfedl", 1))
     ]
-    shown = contents(*read_methods(folders))
+    shown = report_contents(*read_methods(folders))
     assert shown["metric"] == "rmse" and shown["smaller"] == ["rmse", "loss"]
     fedavg, comfedl = (row["cells"][1] for row in shown["table"]["rows"])
     assert comfedl["best"] and comfedl["value"] < fedavg["value"]
-    assert "lowers the worst client's rmse" in shown["verdict"][0]
-    assert set(pictures(shown)) == {"curves.png", "clients.png", "final.png", "weights.png"}
+    assert shown["verdict"][0].startswith("Validation rmse of the worst client: ")
+    assert set(draw_plots(shown)) == {"curves.png", "clients.png", "final.png", "weights.png"}
 
 
 def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
@@ -163,17 +163,17 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
             del row["validation.accuracy"]
             row["validation.loss"] = float("inf")
     (folder / "clients.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = contents(*read_methods([folder]))
+    shown = report_contents(*read_methods([folder]))
     assert shown["clients"][0]["values"]["validation.accuracy"][1] == [None, None, None]
     assert shown["clients"][0]["values"]["validation.loss"][1] == [None, None, None]
     json.loads(Parsed(page(shown)).scripts[1])
-    pictures(shown)
+    draw_plots(shown)
 
 
 def test_judged_as_asked(two: list[Path]) -> None:
-    shown = contents(*read_methods(two), Asked("train", "loss", ["Mind the gap."]))
+    shown = report_contents(*read_methods(two), ReportOptions("train", "loss", ["Mind the gap."]))
     assert (shown["split"], shown["metric"]) == ("train", "loss")
-    assert shown["verdict"][0].startswith("On train data") and shown["verdict"][-1] == "Mind the gap."
+    assert shown["verdict"][0].startswith("Train loss") and shown["verdict"][-1] == "Mind the gap."
 
 
 def test_the_same_runs_give_the_same_files(two: list[Path], tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_command(
     monkeypatch.chdir(tmp_path)
     code, out, err = command(monkeypatch, capsys, "report", "out", "--png", "figures")
     assert (code, err) == (0, "")
-    assert "fedavg raises" not in out and "beside fedavg, comfedl raises the worst client's accuracy" in out
+    assert "Validation accuracy of the worst client: " in out
     assert "Written to report.html" in out
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
         "clients.png", "curves.png", "final.png", "weights.png",
@@ -227,9 +227,9 @@ def test_the_command(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
-        (["nowhere"], "nowhere is not there"),
+        (["nowhere"], "nowhere does not exist"),
         (["out", "--split", "tset"], "--split is 'tset', but the runs have train, validation"),
         (["out", "--metric", "auc"], "--metric is 'auc'"),
         (["out", "--out", "out"], "cannot be written"),
@@ -241,10 +241,10 @@ def test_mistakes_are_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     code, out, err = command(monkeypatch, capsys, "report", *words)
-    assert code == 2 and out == "" and err.startswith("error: ") and told in err and len(err.splitlines()) == 1
+    assert code == 2 and out == "" and err.startswith("error: ") and message in err and len(err.splitlines()) == 1
     assert sorted(tmp_path.rglob("*")) == before

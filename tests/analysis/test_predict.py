@@ -1,9 +1,10 @@
-"""After training: modules, predictions, scores and models for clients that were never seen."""
+"""After training: modules, predictions, scores, and models for new clients."""
 
 from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import comfedl as cf
+from comfedl.analysis.evaluate import evaluate
 from comfedl.analysis.load_run import SavedRun
-from comfedl.analysis.predict import evaluate, personalise, predict
+from comfedl.analysis.personalize import personalize
+from comfedl.analysis.predict import predict
 from comfedl.cli.main import main
 from comfedl.config.schema import parse_config, run_config
 from comfedl.data.from_tables import Shares
@@ -106,7 +109,7 @@ def test_a_run_from_python_needs_its_model(here: Path, three_clients: cf.Federat
         cf.load_run("bare").to_module()
     again = cf.load_run("bare", model).to_module()
     assert torch.equal(again.weight, result.params["weight"])
-    with pytest.raises(cf.RunFolderError, match="are not those of the model"):
+    with pytest.raises(cf.RunFolderError, match="do not fit the model"):
         cf.load_run("bare", nn.Linear(4, 2).double()).to_module()
 
 
@@ -118,7 +121,7 @@ def test_what_is_no_finished_run_is_told(here: Path) -> None:
     with pytest.raises(cf.RunFolderError, match="cannot be read as a model"):
         cf.load_run("run")
     Path("run/summary.json").unlink()
-    with pytest.raises(cf.RunFolderError, match="has not come to its end"):
+    with pytest.raises(cf.RunFolderError, match="has not finished"):
         cf.load_run("run")
 
 
@@ -155,7 +158,7 @@ def test_the_order_of_columns_does_not_matter_and_others_are_not_looked_at(here:
     frame.assign(id=range(40))[["ward", "id", "age"]].to_csv("turned.csv", index=False)
     assert predict(run, Path("turned.csv")) == predict(run, Path("west.csv"))
     frame.drop(columns="age").to_csv("lacking.csv", index=False)
-    with pytest.raises(cf.DataError, match=r"lacking\.csv has no column 'age', which the model was trained with"):
+    with pytest.raises(cf.DataError, match=r"lacking\.csv has no column 'age', which the model was trained on"):
         predict(run, Path("lacking.csv"))
 
 
@@ -204,12 +207,73 @@ def test_scores_on_other_rows(here: Path) -> None:
     assert scores["west"]["accuracy"] == pytest.approx(np.mean(predicted == pd.read_csv("west.csv").outcome))
 
 
+# Integer inputs.
+
+TOKENS = """
+import numpy as np
+import comfedl as cf
+from torch import nn
+
+def make_data(seed):
+    x = np.random.default_rng(seed).integers(0, 6, (3, 40, 4))
+    return cf.FederatedData({str(i): (tokens, (tokens[:, 0] > 2).astype(int)) for i, tokens in enumerate(x)})
+
+def make_model(shape, outputs):
+    return nn.Sequential(nn.Embedding(6, 5), nn.Flatten(), nn.Linear(5 * shape[0], outputs))
+"""
+
+
+@pytest.fixture
+def token_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[cf.Result, SavedRun]:
+    Path("tokens.py").write_text(TOKENS)
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.delitem(sys.modules, "tokens", raising=False)
+    np.savez("new.npz", x=np.arange(24, dtype=np.uint8).reshape(6, 4) % 6, y=np.arange(6) % 2)
+    return trained(data={"name": "tokens:make_data"}, model={"name": "tokens:make_model"})
+
+
+def test_a_model_with_an_embedding_is_served(
+    token_run: tuple[cf.Result, SavedRun], comfedl: Callable[..., tuple[int, str]]
+) -> None:
+    """Token indices must reach nn.Embedding as integers, in Python and from a file of another integer type."""
+    result, run = token_run
+    new = {name: torch.from_numpy(part).long() for name, part in np.load("new.npz").items()}
+    output = run.to_module()(new["x"])
+    predictions = [int(row["prediction"]) for row in rows_of(predict(run, Path("new.npz")))]
+    assert predictions == output.argmax(dim=1).tolist() == result.to_module()(new["x"]).argmax(dim=1).tolist()
+    (row,) = evaluate(run, data=Path("new.npz")).rows
+    assert row["loss"] == pytest.approx(nn.functional.cross_entropy(output, new["y"]).item(), rel=1e-5)
+    last = {row["client"]: row for row in result.clients if row["round"] == 8}
+    assert all(row["loss"] == pytest.approx(last[row["client"]]["train.loss"]) for row in evaluate(run).rows)
+    assert personalize(run, Path("new.npz"), Path("new.safetensors"), steps=2, held_out=0.5).held_out
+    for command in (["predict", "run", "new.npz"], ["evaluate", "run", "--data", "new.npz"]):
+        assert comfedl(*command)[0] == 0
+
+
+def test_inputs_that_an_embedding_cannot_take_are_refused(token_run: tuple[cf.Result, SavedRun]) -> None:
+    np.savez("floats.npz", x=np.zeros((2, 4)), y=np.zeros(2, dtype=int))
+    np.savez("large.npz", x=np.full((2, 4), 9), y=np.zeros(2, dtype=int))
+    for file, message in (("floats.npz", "trained on int64"), ("large.npz", "cannot be applied")):
+        for use in (predict, lambda run, data: evaluate(run, data=data)):
+            with pytest.raises(cf.DataError, match=message):
+                use(token_run[1], Path(file))
+
+
+def test_integers_become_floats_for_a_model_trained_on_floats(here: Path) -> None:
+    run_config(parse_config({"rounds": 1, "data": {"name": "digits"}, "algorithm": METHOD}), out=Path("digits"))
+    x = np.random.default_rng(0).integers(0, 2, (5, 1, 8, 8))
+    np.savez("integers.npz", x=x)
+    np.savez("floats.npz", x=x.astype(np.float32))
+    run = cf.load_run("digits")
+    assert predict(run, Path("integers.npz")) == predict(run, Path("floats.npz"))
+
+
 # New clients.
 
 
 def test_adapting_is_gradient_descent_on_rows_that_are_not_judged(here: Path) -> None:
     result, run = trained(algorithm={**METHOD, "batch_size": "all"})
-    found = personalise(run, Path("west.csv"), Path("west.safetensors"), steps=3, lr=0.1)
+    found = personalize(run, Path("west.csv"), Path("west.safetensors"), steps=3, lr=0.1)
     assert found.adapted_on + found.held_out == 40 and found.held_out == 12
     written = load_file("west.safetensors")
     # By hand, on all rows but those: whichever they are, no other choice of 28 rows gives this model.
@@ -217,7 +281,7 @@ def test_adapting_is_gradient_descent_on_rows_that_are_not_judged(here: Path) ->
     assert run.encoding is not None
     table = read_csv(Path("west.csv"))
     x, y = torch.from_numpy(run.encoding.x(table)), torch.from_numpy(run.encoding.y(table))
-    rows = Shares(0.3, 0.0, 0).divide("west", y.numpy())
+    rows = Shares(0.3, 0.0, 0).split_rows("west", y.numpy())
     assert not {*rows["train"]} & {*rows["validation"]}
     for _ in range(3):
         loss = nn.functional.cross_entropy(model(x[rows["train"]]), y[rows["train"]])
@@ -236,7 +300,7 @@ def test_a_new_client_of_the_other_kind_gains(here: Path) -> None:
     _, run = trained()
     frame = pd.read_csv("west.csv")
     frame.assign(outcome=np.where(frame.outcome == "ill", "well", "ill")).to_csv("turned.csv", index=False)
-    found = personalise(run, Path("turned.csv"), Path("turned.safetensors"), steps=200, lr=0.3)
+    found = personalize(run, Path("turned.csv"), Path("turned.safetensors"), steps=200, lr=0.3)
     assert found.after["accuracy"] > 0.6 > 0.4 > found.before["accuracy"]
     assert found.after["loss"] < found.before["loss"]
 
@@ -244,7 +308,7 @@ def test_a_new_client_of_the_other_kind_gains(here: Path) -> None:
 def test_steps_are_the_methods_own(here: Path) -> None:
     method = {"name": "fedmaml", "adapt_lr": 0.07, "lr": 0.1}
     _, run = trained(algorithm=method)
-    found = personalise(run, Path("west.csv"), Path("west.safetensors"))
+    found = personalize(run, Path("west.csv"), Path("west.safetensors"))
     assert (found.lr, found.steps) == (0.07, 1)
 
 
@@ -258,12 +322,12 @@ def test_bad_values_leave_nothing(here: Path) -> None:
         ({"data": Path("one.csv")}, "too few to hold some out"),
     ):
         with pytest.raises(cf.ComfedlError, match=said):
-            personalise(run, **{"data": Path("west.csv"), "out": Path("x.safetensors"), **arguments})
+            personalize(run, **{"data": Path("west.csv"), "out": Path("x.safetensors"), **arguments})
     _, run = trained(
         "mse", "numbers", data={**TABLE, "target": "days", "drop": ["outcome"]}, algorithm={"name": "fedavg"}
     )
-    with pytest.raises(cf.DataError, match="left the finite numbers"):
-        personalise(run, Path("west.csv"), Path("x.safetensors"), steps=30, lr=1e20)
+    with pytest.raises(cf.DataError, match="diverged"):
+        personalize(run, Path("west.csv"), Path("x.safetensors"), steps=30, lr=1e20)
     assert not Path("x.safetensors").exists()
 
 
@@ -279,7 +343,7 @@ def test_arrays_and_images_of_a_new_client(here: Path) -> None:
                 pixels = rng.integers(0, shade, (4, 4, 3)) + place * 50
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
     _, run = trained(data={"name": "folder", "path": "sites"})
-    found = personalise(run, Path("new"), Path("new.safetensors"), steps=30, lr=0.5)
+    found = personalize(run, Path("new"), Path("new.safetensors"), steps=30, lr=0.5)
     assert found.adapted_on + found.held_out == 24 and found.after["loss"] < found.before["loss"]
     (row,) = evaluate(run, data=Path("new")).rows
     rows = rows_of(predict(run, Path("new/dog")))
@@ -296,7 +360,7 @@ def test_arrays_and_images_of_a_new_client(here: Path) -> None:
     (row,) = evaluate(digits, data=Path("new.npz")).rows
     expected = nn.functional.cross_entropy(result.to_module()(torch.from_numpy(x).float()), torch.from_numpy(y))
     assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
-    assert personalise(digits, Path("new.npz"), Path("d.safetensors"), steps=2).held_out == 10
+    assert personalize(digits, Path("new.npz"), Path("d.safetensors"), steps=2).held_out == 10
 
 
 # From the command line.
@@ -310,8 +374,8 @@ def comfedl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         monkeypatch.setattr("sys.argv", ["comfedl", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        told = capsys.readouterr()
-        return int(ended.value.code or 0), told.out + told.err
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out + captured.err
 
     return run
 
@@ -327,7 +391,7 @@ def test_the_commands(here: Path, comfedl: Callable[..., tuple[int, str]]) -> No
     assert code == 0 and "worst client" in said and "north" in said
     assert {row["client"] for row in rows_of(Path("scores.csv").read_text())} == {"north", "south", "east"}
     code, said = comfedl("personalise", "run", "--data", "west.csv", "--steps", "20")
-    assert code == 0 and "held out" in said and Path("west.safetensors").exists()
+    assert code == 0 and "held-out" in said and Path("west.safetensors").exists()
     code, said = comfedl("predict", "run", "nowhere.csv")
     assert code == 2 and said == "error: There is no file nowhere.csv; check the name.\n"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from comfedl.analysis.read_runs import Method, Run, find_runs, group, last_rows, read_methods, read_run
-from comfedl.analysis.stats import measures
+from comfedl.analysis.stats import choose_metric
 from comfedl.utils.errors import ConfigError, RunFolderError
 from helpers.handmade import write_run
 
@@ -26,7 +26,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty holds no run"):
         find_runs([tmp_path / "empty"])
-    with pytest.raises(ConfigError, match="gone is not there"):
+    with pytest.raises(ConfigError, match="gone does not exist"):
         find_runs([tmp_path / "gone"])
 
 
@@ -41,14 +41,14 @@ def test_a_folder_that_is_damaged_is_refused(tmp_path: Path, name: str, text: st
 def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", done=False)
     whole = read_run(folder)
-    last = whole.last_clients()
+    last = whole.final_client_rows()
     for name in ("rounds.jsonl", "clients.jsonl"):
         with (folder / name).open("a") as file:
             file.write('{"round": 5, "client": "a", "validation.acc')
     again = read_run(folder)
     assert again.rounds == whole.rounds and not again.done
-    assert again.last_clients() == last
-    assert list(again.clients(["a"], {1, 2, 4, 5}).rounds) == [1, 2, 4]
+    assert again.final_client_rows() == last
+    assert list(again.client_records(["a"], {1, 2, 4, 5}).rounds) == [1, 2, 4]
 
 
 def test_the_last_round_is_read_from_the_end(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_the_last_round_is_read_from_the_end(tmp_path: Path) -> None:
 
 
 def test_clients_are_matrices_by_name_and_round(tmp_path: Path) -> None:
-    found = read_run(write_run(tmp_path / "run")).clients(["c", "a"], {1, 4})
+    found = read_run(write_run(tmp_path / "run")).client_records(["c", "a"], {1, 4})
     assert list(found.rounds) == [1, 4]
     assert found.values["validation.accuracy"].shape == (2, 2)
     assert found.values["validation.accuracy"][0, 0] < found.values["validation.accuracy"][1, 0]
@@ -92,24 +92,24 @@ def test_names_that_are_alike_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_metrics_are_those_of_the_records(tmp_path: Path) -> None:
-    both = measures(read_methods([write_run(tmp_path / "one")])[0])
+    both = choose_metric(read_methods([write_run(tmp_path / "one")])[0])
     assert (both.key, list(both.metrics), list(both.splits)) == (
         "validation.accuracy",
         ["accuracy", "loss"],
         ["train", "validation"],
     )
-    regression = measures(read_methods([write_run(tmp_path / "two", metrics=("loss", "rmse", "r2"))])[0], "train")
+    regression = choose_metric(read_methods([write_run(tmp_path / "two", metrics=("loss", "rmse", "r2"))])[0], "train")
     assert regression.key == "train.rmse" and list(regression.metrics) == ["rmse", "r2", "loss"]
     with pytest.raises(ConfigError, match="--split is 'test', but the runs have train, validation"):
-        measures(read_methods([write_run(tmp_path / "three")])[0], "test")
+        choose_metric(read_methods([write_run(tmp_path / "three")])[0], "test")
     with pytest.raises(ConfigError, match="--metric is 'auc', but the runs have loss, accuracy"):
-        measures(read_methods([write_run(tmp_path / "four")])[0], metric="auc")
+        choose_metric(read_methods([write_run(tmp_path / "four")])[0], metric="auc")
 
 
 def test_runs_without_a_folder_bring_their_rows() -> None:
     rows = [{"round": 3, "client": name, "test.loss": 0.5, "weight": 0.5} for name in "ab"]
-    run = Run({"seed": 1}, [{"round": 3, "test.loss.mean": 0.5}], True, kept=rows)
-    assert run.last_clients() == rows
-    assert run.clients(["b"], {3}).values["test.loss"].tolist() == [[0.5]]
+    run = Run({"seed": 1}, [{"round": 3, "test.loss.mean": 0.5}], True, client_rows=rows)
+    assert run.final_client_rows() == rows
+    assert run.client_records(["b"], {3}).values["test.loss"].tolist() == [[0.5]]
     methods, _ = group([("mine", run)])
     assert methods == [Method("mine", [run])]

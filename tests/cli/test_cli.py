@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import comfedl
-from comfedl.data.download import File, Way
+from comfedl.data.download import File, Mirror
 from comfedl.data.registry import SOURCES, RawData, Source
 
 with warnings.catch_warnings():  # typer 0.20 imports what click 8.5 calls deprecated
@@ -157,7 +157,7 @@ def test_the_config_of_a_run_gives_the_same_run_in_another_process(here: Path, c
         assert (here / "first" / name).read_bytes() == (here / "second" / name).read_bytes(), name
 
 
-def test_a_model_in_the_folder_one_works_in(here: Path) -> None:
+def test_a_model_in_the_working_folder(here: Path) -> None:
     """``comfedl run`` is a script: unlike ``python -m``, Python does not look into the current folder for it (-P)."""
     (here / "my_model.py").write_text(
         "from torch import nn\n\n\ndef make(shape, classes):\n"
@@ -209,7 +209,7 @@ def test_the_demo(here: Path) -> None:
     assert accuracies["comfedl"]["worst"] > accuracies["fedavg"]["worst"]
     assert "Report: comfedl-demo/report.html" in done.out.replace(os.sep, "/")
     page = (here / "comfedl-demo" / "report.html").read_text(encoding="utf-8")
-    assert "ComFedL raises the worst client" in page and demo.PICKED in page
+    assert "Validation accuracy of the worst client: " in page and demo.PICKED in page
 
 
 # The demo again, with fewer rounds.
@@ -230,7 +230,7 @@ def test_the_demo_twice(here: Path, comfedl_: Run) -> None:
 
 
 @pytest.mark.usefixtures("short_demo")
-def test_the_demo_in_a_folder_of_the_readers_choice(here: Path, comfedl_: Run) -> None:
+def test_the_demo_in_a_folder_of_the_users_choice(here: Path, comfedl_: Run) -> None:
     assert comfedl_("demo", "--out", "some/where").code == 0
     before = content(here)
     comfedl_("demo", "--out", "some/where").refused("some/where/fedavg", "already holds a run", "--force")
@@ -287,11 +287,11 @@ def test_the_rows_of_a_run(here: Path, comfedl_: Run) -> None:
 def test_the_config_of_a_run_is_complete(here: Path, comfedl_: Run) -> None:
     (here / "least.toml").write_text('rounds = 1\n[data]\nname = "digits"\n[algorithm]\nname = "comfedl"\n')
     assert comfedl_("run", "least.toml", "--out", "run").code == 0
-    told = tomllib.loads((here / "run" / "config.toml").read_text())
-    assert {"rounds", "seed", "eval_every", "engine", "data", "model", "algorithm"} <= set(told)
-    assert told["data"] | {"name": "digits", "validation": 0.2, "test": 0.2} == told["data"]
-    assert told["model"]["name"] == "logistic"
-    assert told["algorithm"] | {"lr": 0.1, "local_steps": 5, "batch_size": 32} == told["algorithm"]
+    written = tomllib.loads((here / "run" / "config.toml").read_text())
+    assert {"rounds", "seed", "eval_every", "engine", "data", "model", "algorithm"} <= set(written)
+    assert written["data"] | {"name": "digits", "validation": 0.2, "test": 0.2} == written["data"]
+    assert written["model"]["name"] == "logistic"
+    assert written["algorithm"] | {"lr": 0.1, "local_steps": 5, "batch_size": 32} == written["algorithm"]
 
 
 def test_set_on_the_command_line(here: Path, comfedl_: Run) -> None:
@@ -299,10 +299,10 @@ def test_set_on_the_command_line(here: Path, comfedl_: Run) -> None:
         "rounds=1", "algorithm.outer.gamma=0.5", "algorithm.lr=1", "model={name='mlp', hidden=[4]}", "data.test=0"
     )
     assert comfedl_("run", "run.toml", "--out", "run", *pairs).code == 0
-    told = tomllib.loads((here / "run" / "config.toml").read_text())
-    assert told["rounds"] == 1 and told["data"]["test"] == 0
-    assert told["algorithm"]["outer"] == {"name": "kl", "gamma": 0.5} and told["algorithm"]["lr"] == 1
-    assert told["model"] == {"name": "mlp", "hidden": [4]}
+    written = tomllib.loads((here / "run" / "config.toml").read_text())
+    assert written["rounds"] == 1 and written["data"]["test"] == 0
+    assert written["algorithm"]["outer"] == {"name": "kl", "gamma": 0.5} and written["algorithm"]["lr"] == 1
+    assert written["model"] == {"name": "mlp", "hidden": [4]}
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_an_output_that_cannot_be_a_folder(here: Path, comfedl_: Run, out: str) 
 
 
 def test_a_config_that_lies_in_the_folder_to_write_to_is_not_called_a_run(here: Path, comfedl_: Run) -> None:
-    """``comfedl run config.toml --out .``: nothing has been run here yet, and --force would replace the config."""
+    """``comfedl run config.toml --out .``: nothing has been run yet, and --force would replace the config."""
     (here / "project").mkdir()
     (here / "project" / "config.toml").write_text(CONFIG)
     before = content(here)
@@ -457,7 +457,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
                 spoil(x)
             return RawData(x, np.arange(90) % 3, 3)
 
-        source = Source("made-up", "for tests", 90, (1, 4, 4), classes, "little", decode, (FILE,), (Way("way", get),))
+        source = Source("made-up", "for tests", 90, (1, 4, 4), classes, "little", decode, (FILE,), (Mirror("a", get),))
         monkeypatch.setitem(SOURCES, "made-up", source)
         return fetched
 
@@ -501,7 +501,7 @@ def test_numbers_that_are_not_finite(
     made_up(spoil=spoil)
     done = comfedl_("run", "run.toml", "--out", "new/run", *MADE_UP)
     done.refused("client-0", "NaN or infinite", "train")
-    assert re.search(r"Client 'client-0' has (\d+) values", done.err)
+    assert re.search(r"Client 'client-0' has \d+ NaN or infinite values", done.err)
     assert not (here / "new").exists()
 
 
@@ -512,7 +512,7 @@ def test_labels_outside_the_models_range(here: Path, comfedl_: Run, made_up: Cal
     assert not (here / "new").exists()
 
 
-def test_a_model_of_the_readers_own_that_raises(here: Path, comfedl_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_user_that_raises(here: Path, comfedl_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "raising_model.py").write_text("def make(shape, classes):\n    raise ValueError('no such width')\n")
     monkeypatch.syspath_prepend(str(here))
     before = content(here)

@@ -1,4 +1,4 @@
-"""comfedl init, and the how-to for one's own data: every step as it is written."""
+"""comfedl init, and every step of the how-to on using your data."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         monkeypatch.setattr("sys.argv", ["comfedl", *arguments])
         with pytest.raises(SystemExit) as ended:
             main.main()
-        told = capsys.readouterr()
-        assert not ended.value.code, f"{line}\n{told.err}"
-        return told.out
+        captured = capsys.readouterr()
+        assert not ended.value.code, f"{line}\n{captured.err}"
+        return captured.out
 
     return run
 
 
 def steps() -> list[tuple[str, str]]:
-    """The files that the page has the reader write, by name, and the lines for the shell, in order."""
+    """The files that the page has the user write, by name, and the shell commands, in order."""
     found: list[tuple[str, str]] = []
     text = PAGE.read_text(encoding="utf-8")
     for head, body in re.findall(r"^```(\w+[^\n]*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
@@ -59,9 +59,9 @@ def test_every_step_of_the_how_to(say: Run) -> None:
             Path(name).write_text(text, encoding="utf-8")
         elif not text.startswith("comfedl report"):
             said[text] = say(text)
-    told = "\n".join(said.values())
-    for words in ("valley", "effective clients", "worst client", "malignant", "held out"):
-        assert words in told, words
+    output = "\n".join(said.values())
+    for words in ("valley", "effective clients", "worst client", "malignant", "held-out"):
+        assert words in output, words
     for file in ("gamma.png", "coast-predictions.csv", "hill-predictions.csv", "coast-own.csv", "coast.safetensors"):
         assert Path(file).stat().st_size > 0
     lines = Path("coast-predictions.csv").read_text().splitlines()

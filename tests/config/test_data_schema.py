@@ -1,4 +1,4 @@
-"""Data of the reader's own in a config: csv, folder and module:function, with the losses that go with them."""
+"""The user's data in a config: csv, folder and module:function, with the losses that go with them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def shared(seed, validation):
 """
 
 
-def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sites_of_mine.py").write_text(FUNCTION)
     base = {"rounds": 2, "algorithm": METHOD, "model": {"name": "mlp", "hidden": [3]}}
@@ -110,7 +110,7 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert config.make_model(fed)[-1].out_features == 3
     assert run_config(config).rounds[-1]["round"] == 2
     for name, said in (
-        ("sites_of_mine:wrong", "gave int, not a FederatedData"),
+        ("sites_of_mine:wrong", "returned int, not a FederatedData"),
         ("sites_of_mine:raises", "KeyError: 'patients'"),
         ("sites_of_mine:FUNCTION", "cannot be imported"),
         ("sites_of_mine:shared", "validation is missing"),
@@ -129,7 +129,7 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"client": "site"}, "no column 'site'"),
         ({"traget": "x"}, "did you mean 'target'"),
         ({"partition": "iid"}, "partition is not a key"),
-        ({"path": 3}, "must be the name of a file"),
+        ({"path": 3}, "must be the path of a file"),
         ({"scale": "yes"}, "must be true or false"),
         ({"missing": "ignore"}, "missing is 'ignore'"),
     ],

@@ -15,7 +15,7 @@ from torch import nn
 
 import comfedl as cf
 from comfedl.algorithms import ALGORITHMS
-from comfedl.config.build import make
+from comfedl.config.build import from_table
 from comfedl.config.schema import parse_config, run_config
 from comfedl.core.outer_functions import OUTERS
 from comfedl.core.simplex import capped_weights, chi_square_weights, log_mean_exp, softmax_weights, top_weights
@@ -78,7 +78,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     } | ({} if clients is None else {"clients_per_round": clients})
 
 
-@pytest.mark.filterwarnings("ignore:With one client a round")
+@pytest.mark.filterwarnings("ignore:With one client per round")
 @few
 @given(configs())
 def test_a_config_trains_or_says_why_not(settings: dict[str, Any]) -> None:
@@ -163,6 +163,6 @@ def test_weights_of_any_losses_are_weights(values: list[float], gamma: float, ca
 @pytest.mark.parametrize("kind", [*ALGORITHMS.values(), *OUTERS.values()], ids=lambda kind: kind.__name__)
 def test_nonsense_is_refused_in_words(kind: type, table: dict[str, Any]) -> None:
     try:
-        make(kind, table, "table")
+        from_table(kind, table, "table")
     except cf.ConfigError as error:
         assert "table" in str(error)

@@ -31,7 +31,7 @@ clients = 10
 large = 500
 small = 20
 [model]
-name = "logistic"               # or "module:function" of the reader's own
+name = "logistic"               # or "module:function"
 [algorithm]
 name = "comfedl"
 lr = 0.1
@@ -348,7 +348,7 @@ def test_partition_arguments_without_a_partition_say_what_to_do() -> None:
         ("data.clients=2.5", ["data.clients", "2.5", "integer"]),
         ("data.clients=many", ["data.clients", "'many'", "integer"]),
         ("data.validation=1.5", ["validation", "1.5", "below 1"]),
-        ("data.validation=-0.1", ["validation", "-0.1", "from 0"]),
+        ("data.validation=-0.1", ["validation", "-0.1", "0 or more"]),
         ("data.validation=true", ["data.validation", "True", "number"]),
         ("data.seed=1.5", ["data.seed", "1.5", "integer"]),
         ("data.name=5", ["data.name", "5", "string"]),
@@ -366,7 +366,7 @@ def test_a_value_that_cannot_be_is_named_with_what_may_be(change: str, words: li
 def test_more_samples_than_there_are() -> None:
     with pytest.raises(cf.DataError, match="5000"):
         run_config(small("data.samples=5000"))
-    with pytest.raises(cf.ConfigError, match="leave some to train"):
+    with pytest.raises(cf.ConfigError, match="keep some for training"):
         run_config(small("data.validation=0.6", "data.test=0.6"))
 
 
@@ -511,11 +511,11 @@ def test_the_resolved_config_says_every_hyper_parameter() -> None:
 )
 def test_the_resolved_config_says_the_defaults_too(name: str, table: str, values: dict[str, Any]) -> None:
     """A default that changes in a later version must not change what an old run's config.toml says."""
-    told = tomllib.loads(to_toml(parse_config(CONFIGS[name]).resolved()))[table]
-    assert {key: told.get(key) for key in values} == values
+    written = tomllib.loads(to_toml(parse_config(CONFIGS[name]).resolved()))[table]
+    assert {key: written.get(key) for key in values} == values
 
 
-# Code of the reader's own.
+# The user's code.
 
 
 @pytest.fixture
@@ -546,7 +546,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("changes", [("model.name=own_code:good", "model.width=3"), ("model.name=own_code:partial",)])
-def test_a_model_of_the_readers_own(changes: tuple[str, ...]) -> None:
+def test_a_model_of_the_user(changes: tuple[str, ...]) -> None:
     config = small(*changes)
     model = config.make_model(config.make_data())
     assert isinstance(model, nn.Module)
@@ -580,14 +580,14 @@ def test_a_model_of_the_readers_own(changes: tuple[str, ...]) -> None:
         (["algorithm={name='own_code:missing'}"], ["algorithm.name", "own_code:missing"]),
     ],
 )
-def test_a_model_of_the_readers_own_that_does_not_do(changes: list[str], words: list[str]) -> None:
+def test_a_model_of_the_user_that_does_not_work(changes: list[str], words: list[str]) -> None:
     with pytest.raises(cf.ComfedlError) as error:
         run_config(small(*changes))
     assert [word for word in words if word not in str(error.value)] == []
 
 
 @pytest.mark.usefixtures("own")
-def test_a_problem_of_the_readers_own_stays_as_it_was_written() -> None:
+def test_a_problem_of_the_user_stays_as_it_was_written() -> None:
     config = small('algorithm={name="comfedl", problem="own_code:problem"}')
     assert config.resolved()["algorithm"]["problem"] == "own_code:problem"
     assert isinstance(config.make_algorithm().problem, cf.Composition)  # type: ignore[attr-defined]
@@ -625,7 +625,12 @@ def test_every_outer_reads_back_from_a_resolved_config(outer: dict[str, Any]) ->
 
 def test_the_embedded_engines_table() -> None:
     config = small("embedded.vectorize=serial", "embedded.memory_mb=100")
-    assert config.resolved()["embedded"] == {"vectorize": "serial", "memory_mb": 100, "workers": "auto"}
+    assert config.resolved()["embedded"] == {
+        "vectorize": "serial",
+        "memory_mb": 100,
+        "workers": "auto",
+        "keep_memory": True,
+    }
     assert "embedded" not in small().resolved()
     serial, auto = run_config(config), run_config(small())
     for name, part in serial.params.items():

@@ -1,4 +1,4 @@
-"""Numbers over clients: each client counts once, and the worst is the worst."""
+"""Statistics over clients: each client counts once, and the worst client is correct."""
 
 from __future__ import annotations
 

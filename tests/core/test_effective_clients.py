@@ -1,4 +1,4 @@
-"""KL(effective_clients=k): the gamma of each round is the one at which the weights amount to k equal clients."""
+"""KL(effective_clients=k): each round uses the gamma at which the weights are worth k equal clients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_number_is_attained_where_it_can_be(values: list[float], fraction: f
     r = effective_weights(losses, k)
     assert float(r.sum()) == pytest.approx(1, abs=1e-12) and bool((r >= 0).all())
     reachable = min(max(k, ties), n) if ties < n else n
-    # Losses that differ in their last digits alone leave a gap in what floats can tell apart.
+    # Losses that differ only in their last digits cannot reach every number in floating point.
     if float((losses.max() - losses[losses < losses.max()]).min() if ties < n else 1) > 1e-9 * float(losses.max()):
         assert effective_clients(r.tolist()) == pytest.approx(reachable, abs=1e-6)
     assert float(r.max()) <= 1 / max(1.0, reachable) ** 0.5 + 1e-6
@@ -116,7 +116,7 @@ def settings(**outer: float) -> dict[str, object]:
 
 def test_every_round_of_a_run_has_that_many() -> None:
     result = run_config(parse_config(settings(effective_clients=3)))
-    # At the first round all losses are ln 10: nobody is worse off, and all weigh the same.
+    # In the first round all losses are ln 10: no client is worse, and all weights are equal.
     assert [row["effective_clients"] for row in result.rounds] == pytest.approx([8] + [3] * 5, abs=1e-6)
 
 

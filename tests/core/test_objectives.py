@@ -51,7 +51,7 @@ B, OTHER = (normal(8, 3, seed=3), normal(8, seed=4)), (normal(5, 2, seed=5), nor
 
 
 def features(params: Params, batch: Batch) -> Tensor:
-    """A scalar a sample."""
+    """One scalar per sample."""
     return torch.tanh(batch[0] @ params["w"]) * params["b"].sum() + batch[1] * params["b"][0, 1] ** 2
 
 
@@ -126,12 +126,12 @@ X2, Y2 = normal(6, 3, seed=8), (torch.arange(6) + 1) % 3
     "norm", [None, nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False), nn.BatchNorm1d(4, momentum=None)]
 )
 def test_the_gradient_of_a_module_is_plain_autograd(norm: nn.Module | None) -> None:
-    """Also through the statistics of a batch; the running ones move as the module itself would move them."""
+    """Also through batch statistics; running statistics are updated as by the module itself."""
     module = network(norm)
     model = parts(module)
     kept = copy.deepcopy(model)
     found = gradient(LocalLoss(Learner(module, cross_entropy)), model, (X, Y), (X, Y))
-    close(model, kept)  # what was handed in is not touched
+    close(model, kept)  # the arguments are unchanged
     loss = cross_entropy(module.train()(X), Y)
     loss.backward()
     close(found.direction, {name: part.grad for name, part in module.named_parameters()})
@@ -242,7 +242,7 @@ def test_scores_are_means_over_samples() -> None:
 
 
 def test_batch_statistics_can_be_evaluated_on_any_number_of_samples() -> None:
-    """One sample more than a whole number of chunks: statistics of a lone sample do not exist."""
+    """One sample more than a multiple of the chunk size: a single sample has no batch statistics."""
     n = CHUNK + 1
     x, y = normal(n, 3, seed=9), torch.arange(n) % 3
     fed = cf.FederatedData({"a": (x, y)})
@@ -269,7 +269,7 @@ def test_the_readers_module_is_copied() -> None:
     assert bool((learner.module[0].weight != 0).any())
 
 
-# The reader's own problem: the most risk-averse mean-variance portfolio.
+# A user-defined problem: a mean-variance portfolio.
 
 RISK = 0.7
 
@@ -329,7 +329,7 @@ def test_clients_with_different_problems_find_the_best_on_average() -> None:
 
 
 def test_the_readers_problem_under_kl() -> None:
-    """Its value, not a loss, decides the weights: a fixed point where sum_i r_i grad F_i = 0."""
+    """The weights depend on its value, not on a loss: at the fixed point, sum_i r_i grad F_i = 0."""
     clients = {"a": assets(40, 1), "b": assets(11, 2), "c": assets(25, 3) + 0.3}
     result = invest(cf.FederatedData(clients), local_steps=1, outer=cf.KL(0.05))
     w = result.params["w"]
@@ -356,7 +356,7 @@ def test_any_tree_as_inner_value_can_be_trained(kind: str) -> None:
     assert result.rounds[-1]["objective"] == pytest.approx(float(outer(inner(expected, B), OTHER)), abs=1e-9)
 
 
-# The outer function's own data, of another shape than the train data.
+# Outer data, with another shape than the train data.
 
 
 def predict(params: Params, batch: Batch) -> Tensor:

@@ -45,7 +45,7 @@ def test_exp_has_the_papers_slope(gamma: float) -> None:
 
 @pytest.mark.parametrize(("gamma", "weight"), [(0.1, 1e11), (0.2, 5e5), (0.5, 200), (1, 10), (2, 1.58), (5, 0.32)])
 def test_the_literal_weight_at_the_start(gamma: float, weight: float) -> None:
-    """The table of what the literal step does at a loss of ln 10."""
+    """The slopes of the literal method at a loss of ln 10."""
     assert float(cf.Exp(gamma).slope(vector([math.log(10)]))) == pytest.approx(weight, rel=0.02)
 
 
@@ -83,7 +83,7 @@ def test_a_negative_tilt_plays_down_the_worst(values: list[float], t: float) -> 
 @quick
 @given(losses, coupled)
 def test_the_weights_of_a_coupled_outer_are_its_slope(values: list[float], outer: Coupled) -> None:
-    """Danskin: moving the values along d changes the maximum by r . d; also where a cap binds."""
+    """Danskin's theorem: the derivative of the maximum along d is r . d, even if a cap binds."""
     f, n = vector(values), len(values)
     r = outer.weights(f)
     assert r.dtype == torch.float64 and bool((r >= 0).all())
@@ -182,11 +182,11 @@ def test_they_are_all_in_the_register() -> None:
         return found.union(*(concrete(each) for each in kind.__subclasses__()))
 
     ours = {kind for kind in concrete(Outer) if kind.__module__ == "comfedl.core.outer_functions"}
-    assert ours - {Custom} == set(OUTERS.values())  # a config cannot name the reader's own function
+    assert ours - {Custom} == set(OUTERS.values())  # a config cannot name a user-defined function
 
 
 def blow_up(gamma: float) -> cf.Diverged:
-    """Two clients; the model cannot move on the first and runs away on the second."""
+    """Two clients: the gradient is zero at the first, and training diverges at the second."""
     x, y = torch.ones(4, 2, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64)
     model = torch.nn.Linear(2, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)

@@ -1,4 +1,4 @@
-"""Bad clients: their replies are refused, the round goes on, and a liar's weight is bounded."""
+"""Bad clients: their replies are refused, the round continues, and a lying client's weight is bounded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model() -> nn.Module:
 def corrupted(
     monkeypatch: pytest.MonkeyPatch, bad: dict[str, Corrupt], rounds: Sequence[int] = range(1000)
 ) -> list[Any]:
-    """Let these clients send something else than what their step gave, as a broken or lying one would."""
+    """Corrupt the replies of these clients, as a broken or lying client would."""
     asked: list[Any] = []
     honest = Embedded.run
 
@@ -142,7 +142,7 @@ def test_quarantine_survives_a_resume(
 def test_under_the_quorum_the_run_stops_with_its_state_saved(
     three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Replies one by one, as the corrupted ones come: stacked, their sum may be rounded otherwise.
+    # Replies one by one, like the corrupted ones: stacked, their sum may be rounded differently.
     serial: dict[str, Any] = {"rounds": 6, "engine_options": {"vectorize": "serial"}}
     whole = cf.fit(model(), three_clients, cf.Ditto(0.1), **serial)
     options = {**serial, "out": tmp_path / "run"}
@@ -160,7 +160,7 @@ def test_under_the_quorum_the_run_stops_with_its_state_saved(
 
 
 def test_a_client_that_diverges_by_itself_still_ends_the_run(three_clients: cf.FederatedData) -> None:
-    """That is not a bad client but a bad setting, and dropping the worst-off client is not what anybody wants."""
+    """Divergence is a bad setting, not a bad client; dropping the worst client would hide it."""
     with pytest.raises(cf.Diverged):
         cf.fit(model(), three_clients, cf.FedAvg(lr=1e308), rounds=2)
 
@@ -219,7 +219,7 @@ def test_clients_in_quarantine_are_not_drawn(
 
 
 def test_a_liar_is_bounded_by_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of ten clients, which knows two digits only, reports a loss of a million to have the model for itself."""
+    """One of ten clients, with two digits only, reports a loss of a million to take over the model."""
     fed = cf.load("digits", cf.partition.IID(clients=10), seed=0, validation=0.5, test=0.0)
     x, y = (torch.cat(parts) for parts in zip(*fed.train.values(), strict=True))
     train = {**fed.train, "client-0": (x[y < 2], y[y < 2])}

@@ -1,4 +1,4 @@
-"""Robust means: their closed forms, their limits, and what a few bad clients can do to them."""
+"""Robust means: closed forms, limits, and their resistance to a few bad clients."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_bad_settings_are_named(arguments: dict[str, object]) -> None:
 
 
 def test_a_round_in_which_nobody_has_any_weight(three_clients: cf.FederatedData) -> None:
-    """TR-MAML may draw only clients whose weight has gone to 0: the model stays."""
+    """If TR-MAML draws only clients with weight 0, the model does not change."""
     method = cf.TRMAML(0.05, 50.0, lr=0.1, aggregate="trimmed-mean")
     result = cf.fit(nn.Linear(4, 3).double(), three_clients, method, rounds=8, clients_per_round=1, seed=1)
     assert all(bool(torch.isfinite(part).all()) for part in result.params.values())

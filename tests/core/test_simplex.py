@@ -157,7 +157,7 @@ def test_capped_weights_are_weights_whatever_is_reported(values: list[float], ga
 
 @pytest.mark.parametrize("lie", [1e2, 1e6, 1e10, 1e15, 1e17, 1e30, 1e308])
 def test_a_liar_leaves_the_others_their_weights(lie: float) -> None:
-    """What the cap is for: whatever one client reports, it gets the cap, and the others share the rest by softmax."""
+    """Whatever one client reports, it gets at most the cap, and the others share the rest by softmax."""
     honest = [1.0, 0.9, 0.5]
     r = capped_weights(vector([lie, *honest]), 0.1, 2.0)
     assert float(r[0]) == pytest.approx(0.5)
@@ -166,7 +166,7 @@ def test_a_liar_leaves_the_others_their_weights(lie: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_capped_weights_in_either_precision(dtype: torch.dtype) -> None:
-    """Also where a cap of n / k makes the count of capped clients whole only up to rounding."""
+    """Even if a cap of n / k makes the number of capped clients an integer only up to rounding."""
     for n, k in itertools.combinations(range(1, 24), 2):
         n, k = k, n
         r = capped_weights(torch.linspace(0, 5, n, dtype=dtype), 0.01, n / k)

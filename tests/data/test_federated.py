@@ -1,4 +1,4 @@
-"""FederatedData: what it takes, what it refuses and how it says so."""
+"""FederatedData: accepted inputs, and the errors about invalid ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def broken(value: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("train", "says"),
     [
-        ({}, "no client"),
+        ({}, "no clients"),
         ({"": (X, Y)}, "''"),
         ({1: (X, Y)}, "1"),
         (with_bob(X, Y[:3]), "4 samples in x but 3 in y"),
@@ -78,14 +78,14 @@ def test_bad_data_elsewhere_is_refused_with_split_and_name(split: str, bob: Any,
 
 
 @pytest.mark.parametrize("split", ["validation", "test", "outer"])
-def test_a_stranger_is_refused(split: str) -> None:
+def test_a_client_without_train_data_is_refused(split: str) -> None:
     with pytest.raises(cf.DataError, match=f"'zoe' is in {split} but not in train"):
         cf.FederatedData(GOOD, **{split: {**GOOD, "zoe": (X, Y)}})
     with pytest.raises(cf.DataError, match=split):
         cf.FederatedData(GOOD, **{split: {}})
 
 
-def test_outer_data_are_for_all_or_for_none() -> None:
+def test_outer_data_are_needed_for_all_clients_or_none() -> None:
     with pytest.raises(cf.DataError, match="'bob' has no outer data"):
         cf.FederatedData(GOOD, outer={"ann": (X, Y)})
 
@@ -100,18 +100,18 @@ def test_held_out_samples_have_the_train_shape(split: str) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_y_must_be_finite_too(value: float) -> None:
     y = Y.astype(float)
-    with pytest.raises(cf.DataError, match=r"'bob' has 1 value in y of train"):
+    with pytest.raises(cf.DataError, match=r"'bob' has 1 NaN or infinite value in y of train"):
         cf.FederatedData({"ann": (X, y), "bob": (X, np.where(Y == 2, value, y))})
 
 
 def test_the_number_of_bad_values_is_that_clients() -> None:
     x = X.copy()
     x[:2] = np.nan
-    with pytest.raises(cf.DataError, match=r"'bob' has 6 values in x"):
+    with pytest.raises(cf.DataError, match=r"'bob' has 6 NaN or infinite values in x"):
         cf.FederatedData(with_bob(x, Y))
 
 
-# What it takes.
+# Accepted inputs.
 
 
 def test_a_split_is_a_mapping() -> None:
@@ -132,7 +132,7 @@ def test_a_split_is_a_mapping() -> None:
     assert "2 clients" in repr(fed) and "train 6" in repr(fed) and "validation 2" in repr(fed)
 
 
-def test_the_outer_data_are_the_train_data_unless_given() -> None:
+def test_the_outer_data_default_to_the_train_data() -> None:
     fed = cf.FederatedData(GOOD)
     assert fed.split("outer") is fed.train and fed.split("validation") is None
     own = cf.FederatedData(GOOD, outer={"ann": np.ones((7, 2, 2)), "bob": np.zeros((1, 2, 2))})
@@ -154,13 +154,12 @@ def test_arrays_tensors_and_lists(pair: Any) -> None:
     assert x.numpy().tolist() == X.tolist() and y.tolist() == Y.tolist() and y.dtype == torch.int64
 
 
-def test_an_array_that_runs_backwards() -> None:
-    """A view with negative strides is an array like any other."""
+def test_an_array_with_negative_strides() -> None:
     x, y = cf.FederatedData({"ann": (X[::-1], Y[::-1])}).train["ann"]
     assert x.numpy().tolist() == X[::-1].tolist() and y.tolist() == Y[::-1].tolist()
 
 
-def test_the_readers_arrays_are_copied() -> None:
+def test_the_arrays_are_copied() -> None:
     x = X.copy()
     tensor = torch.tensor(X, requires_grad=True)
     fed = cf.FederatedData({"ann": (x, Y), "bob": (tensor, Y)})
@@ -171,16 +170,16 @@ def test_the_readers_arrays_are_copied() -> None:
     assert float(alone.train["ann"][0].min()) == -1
 
 
-def test_take_and_whole() -> None:
+def test_take_and_samples_of() -> None:
     fed = cf.FederatedData({"ann": (X, Y), "bob": (X + 100, Y)})
     x, y = fed.train.take(1, np.array([[3, 0], [1, 1]]))
     assert x.shape == (2, 2, 3) and y.tolist() == [[2, 0], [1, 1]]
     assert x[0, 0].tolist() == (X[3] + 100).tolist() and x[1, 1].tolist() == (X[1] + 100).tolist()
-    assert fed.train.whole(1)[0].numpy().tolist() == (X + 100).tolist()
+    assert fed.train.samples_of(1)[0].numpy().tolist() == (X + 100).tolist()
 
 
 def test_to_another_dtype() -> None:
-    """Real numbers take the dtype, labels stay; the original does not change."""
+    """Floating-point tensors change their dtype, labels do not; the original stays as it is."""
     fed = cf.FederatedData(GOOD, validation={"ann": (X, Y)})
     moved = fed.to(torch.float32, torch.device("cpu"))
     assert moved.train.x.dtype == moved.validation.x.dtype == torch.float32 and moved.train.y.dtype == torch.int64
@@ -211,29 +210,29 @@ def test_from_splits_trains_like_the_dicts() -> None:
     assert all(torch.equal(one.params[name], other.params[name]) for name in one.params)
 
 
-def test_from_splits_looks_for_bad_numbers() -> None:
-    with pytest.raises(cf.DataError, match="'bob' has 1 value in x of train"):
+def test_from_splits_refuses_nan() -> None:
+    with pytest.raises(cf.DataError, match="'bob' has 1 NaN or infinite value in x of train"):
         cf.FederatedData.from_splits({"train": flat([0, 2, 3, 1], x=broken(np.nan))})
 
 
 def test_from_splits_refuses_a_client_without_train_data() -> None:
-    """As the constructor does: it could not take part in a round."""
+    """As the constructor does: such a client could not take part in a round."""
     with pytest.raises(cf.DataError, match="'bob'"):
         cf.FederatedData.from_splits({"train": flat([0, 2, 3], (0, 3, 3))})
 
 
-def test_from_splits_refuses_names_that_are_not_in_order() -> None:
+def test_from_splits_refuses_unsorted_names() -> None:
     split = Split(torch.tensor(X), torch.tensor(Y), ("bob", "ann"), np.array([0, 3, 4]))
     with pytest.raises(cf.DataError, match="'bob' comes before 'ann'"):
         cf.FederatedData.from_splits({"train": split})
 
 
-def test_from_splits_looks_only_at_rows_that_somebody_has() -> None:
+def test_from_splits_checks_only_rows_that_a_client_has() -> None:
     fed = cf.FederatedData.from_splits({"train": flat([0, 2, 3], (0, 2, 3), x=broken(np.nan))})
     assert fed.train.sizes.tolist() == [2, 1]
 
 
-# All clients in one piece.
+# All clients concatenated.
 
 OFFSETS = [0, 3, 4]
 
@@ -288,14 +287,14 @@ def test_from_flat_numbers_the_clients() -> None:
         ((X, Y, [0]), "one more than there are clients"),
         ((X, Y, None), "object"),
         ((X, Y, [[0], [1, 2]]), "offsets of train cannot be read"),
-        ((X, Y, [0, 3]), "go from 0 to 3, but they must rise from 0 to 4"),
+        ((X, Y, [0, 3]), "go from 0 to 3, but they must increase from 0 to 4"),
         ((X, Y, [1, 4]), "go from 1 to 4"),
-        ((X, Y, [0, 3, 2, 4]), "fall at place 2"),
+        ((X, Y, [0, 3, 2, 4]), "decrease at index 2"),
         ((X, Y, [0, 3, 3, 4]), "Client '1' has no samples in train"),
-        ((broken(np.nan), Y, [0, 1, 4]), "Client '1' has 1 value in x of train"),
+        ((broken(np.nan), Y, [0, 1, 4]), "Client '1' has 1 NaN or infinite value in x of train"),
     ],
 )
-def test_flat_data_that_cannot_be_used(train: Any, says: str) -> None:
+def test_invalid_flat_data_are_refused(train: Any, says: str) -> None:
     with pytest.raises(cf.DataError) as caught:
         cf.FederatedData.from_flat(train)
     assert says in str(caught.value)
@@ -311,14 +310,14 @@ def test_flat_data_that_cannot_be_used(train: Any, says: str) -> None:
         ({"names": ["a"]}, "1 names for 2 clients"),
     ],
 )
-def test_flat_data_that_do_not_go_together(more: dict[str, Any], says: str) -> None:
+def test_flat_data_that_do_not_match_are_refused(more: dict[str, Any], says: str) -> None:
     with pytest.raises(cf.DataError) as caught:
         cf.FederatedData.from_flat((X, Y, OFFSETS), **more)
     assert says in str(caught.value)
 
 
-def test_a_fault_among_many_clients_is_found_at_once() -> None:
+def test_a_bad_value_among_many_clients_is_found_fast() -> None:
     x = torch.zeros(400_000, 2)
     x[300_001, 1] = torch.inf
-    with pytest.raises(cf.DataError, match="Client '150000' has 1 value in x of train"):
+    with pytest.raises(cf.DataError, match="Client '150000' has 1 NaN or infinite value in x of train"):
         cf.FederatedData.from_flat((x, torch.zeros(400_000), np.arange(200_001) * 2))

@@ -1,4 +1,4 @@
-"""Data of the reader's own: tables, Datasets, folders and Hugging Face's datasets."""
+"""FederatedData from tables, torch Datasets, folders and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FRAME = pd.DataFrame(
 )
 
 
-def shares_of(fed: cf.FederatedData) -> list[int]:
+def split_sizes(fed: cf.FederatedData) -> list[int]:
     return [0 if split is None else int(split.sizes.sum()) for split in (fed.train, fed.validation, fed.test)]
 
 
@@ -38,7 +38,7 @@ def shares_of(fed: cf.FederatedData) -> list[int]:
 def test_a_table_becomes_numbers_and_labels() -> None:
     fed = cf.FederatedData.from_dataframe(FRAME, client="hospital", target="outcome", drop=["days"], scale=False)
     assert fed.names == ("east", "north", "south")
-    assert sum(shares_of(fed)) == 20
+    assert sum(split_sizes(fed)) == 20
     encoding = fed.encoding
     assert encoding is not None and encoding.classes == ("ill", "well")
     assert [name for column in encoding.columns for name in column.names] == [
@@ -52,7 +52,7 @@ def test_a_table_becomes_numbers_and_labels() -> None:
         assert row == expected and encoding.classes[label] == line.outcome
 
 
-def test_scales_are_of_the_pooled_train_rows_alone() -> None:
+def test_scales_are_those_of_the_pooled_train_rows() -> None:
     frame = FRAME.assign(part=(["train"] * 3 + ["test"]) * 5)
     fed = cf.FederatedData.from_dataframe(frame, "hospital", "outcome", split="part", drop=["days"])
     train = frame[frame.part == "train"].age
@@ -64,7 +64,7 @@ def test_scales_are_of_the_pooled_train_rows_alone() -> None:
     assert float(pooled.std(correction=0)) == pytest.approx(1, abs=1e-6)
     flag = torch.cat([fed.train[name][0][:, 1] for name in fed.names])
     assert set(flag.tolist()) == {0.0, 1.0}
-    # Other test rows change nothing of it.
+    # Test rows do not affect it.
     other = cf.FederatedData.from_dataframe(
         frame.assign(age=frame.age.where(frame.part == "train", 1e6)),
         "hospital",
@@ -89,11 +89,11 @@ def test_no_row_is_in_two_splits_and_labels_keep_their_share() -> None:
     fed = cf.FederatedData.from_dataframe(frame, "site", "y", scale=False, validation=0.25, test=0.1)
     seen = [int(v) for split in (fed.train, fed.validation, fed.test) for name in split for v in split[name][0][:, 0]]
     assert sorted(seen) == list(range(n))
-    assert shares_of(fed) == pytest.approx([650, 250, 100], abs=4)
+    assert split_sizes(fed) == pytest.approx([650, 250, 100], abs=4)
     ones = [float(split["a"][1].double().mean()) for split in (fed.train, fed.validation)]
     assert ones[0] == pytest.approx(ones[1], abs=0.02)
     held = [{int(v) // 2 for v in fed.validation[name][0][:, 0]} for name in ("a", "b")]
-    assert held[0] != held[1]  # clients that are alike draw by themselves
+    assert held[0] != held[1]  # identical clients draw independently
 
 
 def test_regression_and_its_scale() -> None:
@@ -104,7 +104,7 @@ def test_regression_and_its_scale() -> None:
     assert set(np.round(back.numpy(), 3)) <= set(np.round(FRAME.days.to_numpy(dtype=np.float32), 3))
 
 
-def test_whole_numbers_are_labels_unless_the_task_says_otherwise() -> None:
+def test_integers_are_labels_unless_the_task_says_otherwise() -> None:
     frame = FRAME.assign(y=[0, 2] * 10).drop(columns=["outcome", "days"])
     labels = cf.FederatedData.from_dataframe(frame, "hospital", "y")
     assert labels.encoding is not None and labels.encoding.classes == ("0", "2")
@@ -138,13 +138,13 @@ def test_new_rows_are_encoded_as_in_training(tmp_path: Path) -> None:
     expected = [(50 - kept.columns[0].mean) / kept.columns[0].scale, 1, 0, 0, 1]
     assert kept.x(table)[0, :5] == pytest.approx(expected, rel=1e-6)
     path.write_text("ward,age,smoker,days\nd,50,true,3\n")
-    with pytest.raises(cf.DataError, match=r"'ward' of new\.csv has the value 'd', which was not there in training"):
+    with pytest.raises(cf.DataError, match=r"'ward' of new\.csv has the value 'd', which did not occur in training"):
         kept.x(read_csv(path))
     path.write_text("ward,smoker\na,true\n")
     with pytest.raises(cf.DataError, match="no column 'age'"):
         kept.x(read_csv(path))
     path.write_text("ward,age,smoker,days\na,old,true,3\n")
-    with pytest.raises(cf.DataError, match="holds texts such as 'old'"):
+    with pytest.raises(cf.DataError, match="has strings such as 'old'"):
         kept.x(read_csv(path))
 
 
@@ -154,7 +154,7 @@ def test_missing_values_are_refused_or_dropped() -> None:
     with pytest.raises(cf.DataError, match=r"'age' of the table has 2 missing values \(the first in row 3\)"):
         cf.FederatedData.from_dataframe(frame, "hospital", "outcome")
     fed = cf.FederatedData.from_dataframe(frame, "hospital", "outcome", missing="drop")
-    assert sum(shares_of(fed)) == 18
+    assert sum(split_sizes(fed)) == 18
     nullable = FRAME.assign(age=FRAME.age.astype("Int64"))
     nullable.loc[3, "age"] = pd.NA
     with pytest.raises(cf.DataError, match="1 missing value "):
@@ -162,47 +162,49 @@ def test_missing_values_are_refused_or_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "arguments", "said"),
+    ("change", "arguments", "message"),
     [
         ({}, {"client": "hopsital"}, "no column 'hopsital'; did you mean 'hospital'"),
         ({}, {"target": "y"}, "no column 'y'"),
         ({}, {"target": "hospital"}, "'hospital' is both client and target"),
         ({}, {"drop": ["outcome"]}, "'outcome' is both target and drop"),
-        ({}, {"drop": "days"}, "a list of columns' names"),
-        ({}, {"validation": 0.6, "test": 0.4}, "leave some to train"),
+        ({}, {"drop": "days"}, "a list of column names"),
+        ({}, {"validation": 0.6, "test": 0.4}, "keep some for training"),
         ({}, {"task": "classify"}, "did you mean 'classification'"),
         ({}, {"target": "outcome", "task": "regression"}, "a regression needs numbers"),
         ({"when": pd.date_range("2024-01-01", periods=20)}, {}, "the type datetime64"),
-        ({"odd": [[1]] * 20}, {}, "holds a list"),
+        ({"odd": [[1]] * 20}, {}, "has a list"),
         ({"age": [np.inf] * 20}, {}, "infinite"),
-        ({"outcome": ["ill"] * 20}, {}, "one label only"),
+        ({"outcome": ["ill"] * 20}, {}, "only one label"),
         ({"part": ["later"] * 20}, {"split": "part"}, "must be one of train, validation, test"),
     ],
 )
-def test_a_table_that_cannot_be_used_says_why(change: dict[str, Any], arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(cf.ComfedlError, match=said):
+def test_an_invalid_table_is_refused(change: dict[str, Any], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(cf.ComfedlError, match=message):
         cf.FederatedData.from_dataframe(
             FRAME.assign(**change), **{"client": "hospital", "target": "outcome", **arguments}
         )
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("a,b\n1,2\n3\n", "Line 3 of bad.csv has 1 cells, but the first line has 2"),
-        ("a,a\n1,2\n", "stands twice"),
+        ("a,b\n1,2\n3\n", "Line 3 of bad.csv has 1 cells, but the header has 2"),
+        ("a,a\n1,2\n", "occurs twice"),
         ("a,\n1,2\n", "of column 2 is empty"),
-        ("a,b\n", "holds no rows"),
+        ("a,b\n", "has no rows"),
     ],
 )
-def test_a_bad_csv_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str) -> None:
+def test_an_invalid_csv_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.csv").write_text(text)
-    with pytest.raises(cf.DataError, match=said):
+    with pytest.raises(cf.DataError, match=message):
         read_csv(Path("bad.csv"))
 
 
-# torch's Datasets.
+# Torch Datasets.
 
 
 class Squares(Dataset):
@@ -232,24 +234,24 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "said"),
+    ("dataset", "message"),
     [
         (Squares(2, {"image": 1, "label": 2}), r"are a dict of 2, but a sample must be a pair \(x, y\)"),
         (Squares(2, (1, 2, 3)), "are a tuple of 3"),
-        (Squares(2, ("picture", 1)), "no numbers"),
+        (Squares(2, ("picture", 1)), "not numbers"),
         (Squares(0), "no samples"),
         (Stream(), "give a map-style Dataset"),
     ],
 )
-def test_a_dataset_that_cannot_be_used_says_why(dataset: Any, said: str) -> None:
-    with pytest.raises(cf.DataError, match=said):
+def test_an_invalid_dataset_is_refused(dataset: Any, message: str) -> None:
+    with pytest.raises(cf.DataError, match=message):
         cf.FederatedData.from_datasets({"a": dataset})
 
 
 # Folders.
 
 
-def test_a_csv_file_for_each_client(tmp_path: Path) -> None:
+def test_one_csv_file_per_client(tmp_path: Path) -> None:
     for name, rows in FRAME.groupby("hospital"):
         rows.drop(columns="hospital").to_csv(tmp_path / f"{name}.csv", index=False)
     folder = cf.FederatedData.from_folder(tmp_path, target="outcome")
@@ -261,15 +263,15 @@ def test_a_csv_file_for_each_client(tmp_path: Path) -> None:
         cf.FederatedData.from_folder(tmp_path, target="outcome")
 
 
-def test_arrays_for_each_client_with_their_own_splits(tmp_path: Path) -> None:
+def test_arrays_with_given_splits(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for k, split in enumerate(("train", "test")):
             np.savez(tmp_path / name / f"{split}.npz", x=np.full((3 + k, 2), k, dtype=np.float64), y=np.arange(3 + k))
     fed = cf.FederatedData.from_folder(tmp_path)
-    assert shares_of(fed) == [6, 0, 8] and fed.train.x.dtype == torch.float32
+    assert split_sizes(fed) == [6, 0, 8] and fed.train.x.dtype == torch.float32
     np.savez(tmp_path / "c.npz", x=np.zeros((3, 2)), y=np.arange(3))
-    with pytest.raises(cf.DataError, match="'c' has not"):
+    with pytest.raises(cf.DataError, match="'c' does not"):
         cf.FederatedData.from_folder(tmp_path)
 
 
@@ -279,7 +281,7 @@ def test_a_pickle_in_an_npz_is_refused(tmp_path: Path) -> None:
         cf.FederatedData.from_folder(tmp_path)
 
 
-def test_images_in_a_folder_for_each_class(tmp_path: Path) -> None:
+def test_images_in_one_folder_per_class(tmp_path: Path) -> None:
     from PIL import Image
 
     for client in ("x", "y"):
@@ -289,7 +291,7 @@ def test_images_in_a_folder_for_each_class(tmp_path: Path) -> None:
                 pixels = np.full((5, 6, 3), 51 * (place + 1), dtype=np.uint8)
                 Image.fromarray(pixels).save(tmp_path / client / label / f"{i}.png")
     fed = cf.FederatedData.from_folder(tmp_path, validation=0.25, test=0.0)
-    assert fed.train.x.shape[1:] == (3, 5, 6) and shares_of(fed) == [12, 4, 0]
+    assert fed.train.x.shape[1:] == (3, 5, 6) and split_sizes(fed) == [12, 4, 0]
     x, y = fed.train["x"]
     assert torch.allclose(x[:, 0, 0, 0], 0.2 * (y + 1).float())
     assert fed.encoding is not None and fed.encoding.classes == ("cat", "dog")
@@ -299,21 +301,21 @@ def test_images_in_a_folder_for_each_class(tmp_path: Path) -> None:
         cf.FederatedData.from_folder(tmp_path)
 
 
-def test_a_folder_of_something_else_says_what_it_may_hold(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(cf.DataError, match=r"files of the kinds \.txt, but it must hold"):
+    with pytest.raises(cf.DataError, match=r"\.txt files, but it must have"):
         cf.FederatedData.from_folder(tmp_path)
     with pytest.raises(cf.DataError, match="There is no folder"):
         cf.FederatedData.from_folder(tmp_path / "nowhere")
 
 
-# Hugging Face. Its library warns of what it cannot pickle when it makes a dataset's fingerprint.
+# Hugging Face. Its library warns about objects that it cannot pickle for a dataset's fingerprint.
 
 hugging = pytest.mark.filterwarnings("ignore")
 
 
 @hugging
-def test_hugging_face_tables_are_as_data_frames() -> None:
+def test_hugging_face_tables_are_encoded_like_data_frames() -> None:
     datasets = pytest.importorskip("datasets", reason="needs the extra hf")
     table = cf.FederatedData.from_dataframe(FRAME, "hospital", "outcome")
     one = datasets.Dataset.from_pandas(FRAME)
@@ -328,11 +330,11 @@ def test_hugging_face_tables_are_as_data_frames() -> None:
         assert torch.equal(fed.train.x, table.train.x) and torch.equal(fed.train.y, table.train.y)
     parted = datasets.DatasetDict({"train": one, "test": one.select(range(10))})
     fed = cf.FederatedData.from_huggingface(parted, y="outcome", client="hospital")
-    assert shares_of(fed) == [20, 0, 10]
+    assert split_sizes(fed) == [20, 0, 10]
 
 
 @hugging
-def test_hugging_face_images_and_the_names_of_labels() -> None:
+def test_hugging_face_images_and_label_names() -> None:
     datasets = pytest.importorskip("datasets", reason="needs the extra hf")
     from PIL import Image
 
@@ -346,7 +348,7 @@ def test_hugging_face_images_and_the_names_of_labels() -> None:
 
 @hugging
 def test_the_partitions_of_a_flower_dataset_are_clients() -> None:
-    """flwr_datasets.FederatedDataset, as far as it is used: partitioners by split, and load_partition."""
+    """With a stub of flwr_datasets.FederatedDataset: partitioners by split, and load_partition."""
     datasets = pytest.importorskip("datasets", reason="needs the extra hf")
     loaded = []
 
@@ -364,7 +366,7 @@ def test_the_partitions_of_a_flower_dataset_are_clients() -> None:
 
 def test_a_huggingface_dataset_needs_clients() -> None:
     data = SimpleNamespace(column_names=["a", "label"])
-    with pytest.raises(cf.DataError, match="Say which column names the client"):
+    with pytest.raises(cf.DataError, match="client is missing; name a column"):
         cf.FederatedData.from_huggingface(data)
     with pytest.raises(cf.DataError, match="no column 'site'"):
         cf.FederatedData.from_huggingface(data, client="site")

@@ -1,4 +1,4 @@
-"""load(): splits that share nothing, held-out samples like the client's own, the watch's blocks of time."""
+"""load(): disjoint splits, held-out samples in the client's label proportions, the time blocks of "watch"."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTITIONS = [
 
 
 def rows(split: cf.FederatedData | None) -> dict[str, list[int]]:
-    """Each client's rows of the data set."""
+    """The rows of the data set that each client has."""
     return {
         name: split.rows[split.offsets[i] : split.offsets[i + 1]].tolist()
         for i, name in enumerate(split.names)
@@ -48,7 +48,7 @@ def test_no_sample_is_used_twice(partition: cf.partition.Partition) -> None:
 
 @pytest.mark.parametrize("partition", PARTITIONS[2:], ids=lambda p: type(p).__name__)
 def test_held_out_samples_have_the_clients_own_labels(partition: cf.partition.Partition) -> None:
-    """In proportion, to within one sample a class; the same number for every client."""
+    """In proportion, to within one sample per class; the same number for every client."""
     fed = cf.load("digits", partition, seed=3)
     for split in (fed.validation, fed.test):
         (size,) = set(split.sizes.tolist())
@@ -59,8 +59,8 @@ def test_held_out_samples_have_the_clients_own_labels(partition: cf.partition.Pa
 
 
 @pytest.mark.parametrize("partition", PARTITIONS[:2], ids=lambda p: type(p).__name__)
-def test_under_uniform_draws_held_out_samples_are_like_the_pool(partition: cf.partition.Partition) -> None:
-    """A client of twenty samples drawn from all is a small sample of all, not a distribution of its own."""
+def test_under_uniform_draws_held_out_samples_have_the_overall_proportions(partition: cf.partition.Partition) -> None:
+    """The proportions of twenty uniform draws are only a noisy estimate of the overall ones."""
     fed = cf.load("digits", partition, seed=3)
     pool = shares(fed.train.y)
     for split in (fed.validation, fed.test):
@@ -69,7 +69,7 @@ def test_under_uniform_draws_held_out_samples_are_like_the_pool(partition: cf.pa
             assert np.abs(shares(split[name][1]) - pool).max() <= 1 / size + 0.01
 
 
-def test_the_samples_are_those_of_the_data_set() -> None:
+def test_samples_are_unchanged() -> None:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -82,7 +82,7 @@ def test_the_samples_are_those_of_the_data_set() -> None:
             assert y.tolist() == labels[places].tolist()
 
 
-def test_a_seed_decides_the_split() -> None:
+def test_the_seed_determines_the_split() -> None:
     one, two, three = (cf.load("digits", PARTITIONS[3], seed=seed) for seed in (1, 1, 2))
     for split in ("train", "validation", "test"):
         assert rows(one.split(split)) == rows(two.split(split)) != rows(three.split(split))
@@ -132,21 +132,21 @@ def test_an_unknown_name() -> None:
         cf.load("digit")
 
 
-# Data sets with a test part of their own, and the watch; made up, so that nothing is fetched.
+# Synthetic data sets with a test set, or like "watch", so that nothing is downloaded.
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, raw: RawData) -> None:
+def replace_data_set(monkeypatch: pytest.MonkeyPatch, raw: RawData) -> None:
     monkeypatch.setattr(loading, "read", lambda name, progress=False: raw)
 
 
-def with_test_part() -> RawData:
-    """Every sample says which row it is; those of the test part start at 1000."""
+def with_test_set() -> RawData:
+    """The value of each sample is its row; those of the test set start at 1000."""
     x = np.arange(300, dtype=np.float32)[:, None]
     return RawData(x, np.arange(300) % 3, 3, test_x=1000 + x[:90], test_y=np.arange(90) % 3)
 
 
-def test_the_data_sets_own_test_part_is_the_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, with_test_part())
+def test_the_test_set_is_the_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_data_set(monkeypatch, with_test_set())
     fed = cf.load("mnist", cf.partition.Dirichlet(clients=4, alpha=1.0), seed=1, test=0.2)
     for name in fed.names:
         assert float(fed.train[name][0].max()) < 1000 and float(fed.validation[name][0].max()) < 1000
@@ -160,16 +160,16 @@ def test_the_data_sets_own_test_part_is_the_test_split(monkeypatch: pytest.Monke
 
 
 def watch() -> RawData:
-    """Three persons, two recordings each, five blocks of time a recording, four windows a block."""
+    """Three people with two recordings each, five time blocks per recording, four windows per block."""
     people, blocks = np.repeat(["person-2", "person-0", "person-1"], 40), np.tile(np.repeat(np.arange(5), 4), 6)
     x = np.arange(120, dtype=np.float32).reshape(120, 1, 1) * np.ones((1, 6, 5), dtype=np.float32)
     return RawData(x, np.arange(120) % 4, 4, groups=people, blocks=blocks)
 
 
-def test_the_watch_is_cut_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks 0 to 2 train, 3 validates, 4 tests; a person's windows stay with the person."""
+def test_watch_is_split_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks 0 to 2 are train, 3 is validation, 4 is test; each person is a client."""
     raw = watch()
-    pretend(monkeypatch, raw)
+    replace_data_set(monkeypatch, raw)
     for partition in (None, cf.partition.Natural()):
         fed = cf.load("watch", partition)
         assert list(fed.names) == ["person-0", "person-1", "person-2"]
@@ -181,9 +181,9 @@ def test_the_watch_is_cut_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert (raw.y[places] == y.numpy()).all() and len(y) == 8 * len(blocks)
 
 
-def test_the_watch_under_another_partition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared out by label like any data set: nothing twice, the persons forgotten."""
-    pretend(monkeypatch, watch())
+def test_watch_under_another_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partitioned by label like any other data set, whoever the person is."""
+    replace_data_set(monkeypatch, watch())
     fed = cf.load("watch", cf.partition.IID(clients=3), seed=1)
     seen = [x[:, 0, 0].long().tolist() for split in (fed.train, fed.validation, fed.test) for x, _ in split.values()]
     flat = [place for places in seen for place in places]
@@ -195,16 +195,16 @@ def test_natural_needs_groups() -> None:
         cf.load("digits", cf.partition.Natural())
 
 
-def test_a_person_without_early_recordings_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of one person's windows in the last block: nothing to train on, and the error says who."""
+def test_a_person_without_train_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All windows of one person are in the last block: the error names the client."""
     raw = watch()
     blocks = np.where(raw.groups == "person-1", 4, raw.blocks)
-    pretend(monkeypatch, RawData(raw.x, raw.y, raw.classes, groups=raw.groups, blocks=blocks))
+    replace_data_set(monkeypatch, RawData(raw.x, raw.y, raw.classes, groups=raw.groups, blocks=blocks))
     with pytest.raises(cf.DataError, match="person-1"):
         cf.load("watch")
 
 
-def test_what_is_loaded_can_be_trained_on() -> None:
+def test_loaded_data_can_be_trained_on() -> None:
     fed = cf.load("digits", PARTITIONS[3], seed=3)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     result = cf.fit(model, fed, cf.ComFedL(outer=cf.KL(0.2), lr=0.5), rounds=5)
@@ -214,7 +214,7 @@ def test_what_is_loaded_can_be_trained_on() -> None:
         assert last[f"{split}.loss.mean"] < first[f"{split}.loss.mean"]
 
 
-def test_held_out_bounds_what_each_client_is_judged_on() -> None:
+def test_held_out_sets_the_number_of_held_out_samples() -> None:
     fed = cf.load("digits", cf.partition.DominantClass(clients=10, rho=0.4), seed=3, held_out=10)
     whole = cf.load("digits", cf.partition.DominantClass(clients=10, rho=0.4), seed=3)
     assert rows(fed.train) == rows(whole.train)
@@ -225,6 +225,6 @@ def test_held_out_bounds_what_each_client_is_judged_on() -> None:
     assert not {row for held in rows(fed.validation).values() for row in held} & {
         row for held in rows(fed.test).values() for row in held
     }
-    for wrong, told in ((0, "held_out.*0"), (10_000, "10000 each")):
-        with pytest.raises((cf.ConfigError, cf.DataError), match=told):
+    for wrong, message in ((0, "held_out.*0"), (10_000, "10000 each")):
+        with pytest.raises((cf.ConfigError, cf.DataError), match=message):
             cf.load("digits", cf.partition.IID(clients=10), held_out=wrong)

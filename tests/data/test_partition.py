@@ -1,4 +1,4 @@
-"""Partitions: every property that the docstrings promise, on pools of many shapes."""
+"""Partitions: the properties promised by the docstrings, for many class sizes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def counts_of(labels: np.ndarray, parts: dict[str, np.ndarray], classes: int) ->
 
 
 def check_parts(parts: dict[str, np.ndarray], samples: int) -> None:
-    """Disjoint, sorted, in range, int64, nobody empty."""
+    """Disjoint, sorted, in range, int64, and no client is empty."""
     everything = np.concatenate(list(parts.values()))
     assert len(np.unique(everything)) == len(everything)
     assert everything.min() >= 0 and everything.max() < samples
@@ -60,7 +60,7 @@ def check_parts(parts: dict[str, np.ndarray], samples: int) -> None:
         assert rows.dtype == np.int64 and len(rows) and (np.diff(rows) > 0).all()
 
 
-# --- what all share ---------------------------------------------------------------------------------
+# --- Common properties ------------------------------------------------------------------------------
 
 ALL = [
     IID(7),
@@ -89,7 +89,7 @@ def test_contract_and_determinism(split: Partition) -> None:
 
 
 @pytest.mark.parametrize("split", ALL, ids=repr)
-def test_a_split_leaves_its_labels_alone_and_is_a_frozen_value(split: Partition) -> None:
+def test_assign_does_not_change_the_labels_and_partitions_are_frozen(split: Partition) -> None:
     labels = labels_of([60, 50, 70, 60, 65])
     before = labels.copy()
     split.assign(labels, rng())
@@ -119,7 +119,7 @@ def test_registry() -> None:
     for cls in PARTITIONS.values():
         doc = cls.__doc__ or ""
         assert "\n" not in doc and 20 < len(doc) < 110 and doc.endswith(".")
-        assert not doc.startswith(cls.__name__ + "(")  # the one that dataclass would make up
+        assert not doc.startswith(cls.__name__ + "(")  # the default docstring of a dataclass
     assert [f.name for f in dataclasses.fields(IID)] == ["clients", "samples"]
     assert not dataclasses.fields(Natural)
 
@@ -152,7 +152,7 @@ def test_speed(split: Partition) -> None:
     assert perf_counter() - start < 1
 
 
-# --- each in turn -----------------------------------------------------------------------------------
+# --- Each partition ---------------------------------------------------------------------------------
 
 
 @quick
@@ -194,13 +194,13 @@ def test_imbalanced_sizes(clients: int, large: int, small: int, spare: int, seed
     assert sorted(len(r) for r in parts.values()) == sorted([large] + [small] * (clients - 1))
 
 
-def test_imbalanced_large_client_is_drawn_or_named() -> None:
-    def giant(split: Imbalanced, seed: int) -> int:
+def test_imbalanced_large_client_is_random_or_given() -> None:
+    def large_client(split: Imbalanced, seed: int) -> int:
         return int(np.argmax([len(r) for r in split.assign(labels_of([40] * 4), rng(seed)).values()]))
 
-    assert {giant(Imbalanced(5, 50, 5), seed) for seed in range(60)} == set(range(5))
-    assert {giant(Imbalanced(5, 50, 5, large_client=3), seed) for seed in range(10)} == {3}
-    assert {giant(Imbalanced(5, 50, 5, large_client=0, classes=2), seed) for seed in range(10)} == {0}
+    assert {large_client(Imbalanced(5, 50, 5), seed) for seed in range(60)} == set(range(5))
+    assert {large_client(Imbalanced(5, 50, 5, large_client=3), seed) for seed in range(10)} == {3}
+    assert {large_client(Imbalanced(5, 50, 5, large_client=0, classes=2), seed) for seed in range(10)} == {0}
 
 
 def test_imbalanced_default_draws_ignore_the_labels() -> None:
@@ -215,10 +215,10 @@ def test_imbalanced_with_classes(pool: list[int], clients: int, data: st.DataObj
     classes = data.draw(st.integers(1, len(pool)))
     small = data.draw(st.integers(classes, classes * 4))
     labels = labels_of(pool)
-    large = len(labels) - (clients - 1) * small  # not one sample to spare
+    large = len(labels) - (clients - 1) * small  # all samples are needed
     assume(large >= 1)
     split = Imbalanced(clients, large, small, large_client=0, classes=classes)
-    turns = [n // math.ceil(small / classes) for n in pool]  # how many clients a class can serve
+    turns = [n // math.ceil(small / classes) for n in pool]  # how many clients a class suffices for
     levels = [t for t in range(clients) if sum(min(n, t) for n in turns) >= (clients - 1) * classes]
     if not levels:
         with pytest.raises(DataError, match="too small"):
@@ -231,7 +231,7 @@ def test_imbalanced_with_classes(pool: list[int], clients: int, data: st.DataObj
     for row in counts[1:]:
         assert row.sum() == small and (row > 0).sum() == classes
         assert row.max() - row[row > 0].min() <= 1
-    assert (counts[1:] > 0).sum(axis=0).max() <= levels[0]  # no class is used more often than it must
+    assert (counts[1:] > 0).sum(axis=0).max() <= levels[0]  # no class is used more often than necessary
 
 
 def test_imbalanced_classes_are_drawn_and_the_large_client_sees_all() -> None:
@@ -276,7 +276,7 @@ def test_dominant_class_with_samples(samples: int, rho: float, seed: int) -> Non
 
 
 def test_dominant_class_of_the_paper() -> None:
-    """CIFAR-10's class sizes, rho 0.28: 5000 images a client, 1400 of its own class, 400 of each other."""
+    """CIFAR-10 with rho 0.28: 5000 images per client, 1400 of its dominant class, 400 of each other."""
     labels = labels_of([5000] * 10)
     counts = counts_of(labels, DominantClass(10, 0.28).assign(labels, rng()), 10)
     assert np.array_equal(counts, np.full((10, 10), 400) + 1000 * np.eye(10, dtype=int))
@@ -289,7 +289,7 @@ def test_dominant_class_ties_do_not_all_go_to_one_class() -> None:
 
 
 @pytest.mark.parametrize("samples, given", [(None, "1 samples"), (5, "5 samples")])
-def test_dominant_class_says_what_would_fit(samples: int | None, given: str) -> None:
+def test_dominant_class_error_says_what_is_possible(samples: int | None, given: str) -> None:
     pool = [1, 100] if samples is None else [8, 100]
     with pytest.raises(DataError, match=f"{given}.*allow {0 if samples is None else 4}"):
         DominantClass(4, 0.5, samples).assign(labels_of(pool), rng())
@@ -315,7 +315,7 @@ def test_dirichlet_uses_all_and_keeps_the_minimum(
 def test_dirichlet_alpha_sets_the_skew() -> None:
     labels = labels_of([500] * 10)
 
-    def purity(alpha: float) -> float:  # the mean share of a client's commonest class
+    def purity(alpha: float) -> float:  # the mean share of a client's most common class
         return float(proportions(labels, Dirichlet(20, alpha).assign(labels, rng()), 10).max(axis=1).mean())
 
     values = [purity(alpha) for alpha in (1e-300, 0.1, 1.0, 100.0, 1.7e308)]
@@ -352,7 +352,7 @@ def test_shards_are_equal_and_pure(pool: list[int], clients: int, data: st.DataO
     assert not enough(int(size) + 1)
 
 
-def test_shards_pair_classes_by_lot_and_lose_little() -> None:
+def test_shards_pair_classes_at_random_and_lose_few_samples() -> None:
     mnist = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     labels = labels_of(mnist)
     parts = Shards(100, 2).assign(labels, rng())
@@ -360,7 +360,7 @@ def test_shards_pair_classes_by_lot_and_lose_little() -> None:
     assert sum(len(rows) for rows in parts.values()) > 0.97 * 60_000
     labels = labels_of([900, 100, 100, 100])
     firsts = [Shards(10, 1).assign(labels, rng(seed))["client-0"] for seed in range(50)]
-    assert 20 < sum(labels[rows[0]] == 0 for rows in firsts) < 50  # who chooses first is by lot, too
+    assert 20 < sum(labels[rows[0]] == 0 for rows in firsts) < 50  # the order of the clients is random, too
 
 
 @quick
@@ -380,12 +380,12 @@ def test_natural_names_of_other_types() -> None:
     assert list(Natural().assign(labels, rng(), np.array([b"x", b"y", b"x"]))) == ["x", "y"]
 
 
-# --- held-out samples -------------------------------------------------------------------------------
+# --- Held-out samples -------------------------------------------------------------------------------
 
 
 @st.composite
 def demands(draw: st.DrawFn, holes: bool) -> tuple[list[int], np.ndarray]:
-    """A pool and proportions; skewed, with zeros; with ``holes``, classes that the pool hardly has."""
+    """Class sizes of a pool, and skewed proportions with zeros; with ``holes``, the pool almost lacks some classes."""
     classes, clients = draw(st.integers(1, 7)), draw(st.integers(1, 12))
     alpha = draw(st.sampled_from([0.05, 0.3, 1.0, 30.0]))
     source = rng(draw(seeds))
@@ -395,7 +395,7 @@ def demands(draw: st.DrawFn, holes: bool) -> tuple[list[int], np.ndarray]:
 
 
 def brute_force_fits(shares: np.ndarray, pool: Sequence[int], k: int) -> bool:
-    """Is there a table with entries rounded up or down, rows summing to k and columns within the pool?"""
+    """Whether some rounding of the table has row sums k and columns within the pool."""
     reachable = {tuple([0] * len(pool))}
     for row in shares * k:
         choices = [
@@ -436,7 +436,7 @@ def test_like_takes_as_many_as_the_proportions_allow(demand: tuple[list[int], np
 @thorough
 @given(demands(holes=True), seeds)
 def test_like_where_the_pool_lacks_a_class(demand: tuple[list[int], np.ndarray], seed: int) -> None:
-    """The largest k that fits, found by trying every table; or an error where not even one sample fits."""
+    """The largest possible k, by brute force, or an error if not even one sample is possible."""
     pool, shares = demand
     shares = shares[:4]
     assume(any(n < d for n, d in zip(pool, shares.sum(axis=0), strict=True) if d))
@@ -465,46 +465,46 @@ def test_like_is_largest_remainder_where_the_pool_is_ample(demand: tuple[list[in
 
 
 def test_like_rounding_up_never_exceeds_the_pool() -> None:
-    """Largest remainders alone would take class 0 three times; the pool has it twice."""
+    """Largest remainders alone would need three samples of class 0; the pool has two."""
     labels, shares = labels_of([2, 1, 1]), np.array([[0.5, 0.25, 0.25]] * 3)
     counts = counts_of(labels, like(labels, shares, rng(), 1, list("abc")), 3)
     assert counts.sum(axis=0)[0] <= 2 and (counts.sum(axis=1) == 1).all()
 
 
-def test_like_moves_the_client_that_minds_least() -> None:
+def test_like_moves_the_client_with_the_smallest_difference() -> None:
     for shares, expected in (([[0.9, 0.1], [0.6, 0.4]], [0, 1]), ([[0.6, 0.4], [0.9, 0.1]], [1, 0])):
         parts = like(np.array([0, 1]), np.array(shares), rng(), None, ["a", "b"])
         assert [parts["a"][0], parts["b"][0]] == expected
 
 
-def test_like_passes_a_surplus_on_along_a_chain() -> None:
-    """Class 0 is too full and shares no client with class 2, which has room: class 1 must pass one on."""
+def test_like_moves_a_surplus_along_a_path() -> None:
+    """Class 0 is over capacity and shares no client with class 2, which has room: the path goes through class 1."""
     shares = np.array([[0.6, 0.4, 0], [0.6, 0.4, 0], [0, 0.6, 0.4]])
     counts = counts_of(np.array([0, 1, 2]), like(np.array([0, 1, 2]), shares, rng(), 1, list("abc")), 3)
     assert counts[2].tolist() == [0, 0, 1] and (counts.sum(axis=0) == 1).all()
 
 
-def test_like_gives_the_commonest_class_when_there_is_one_each() -> None:
+def test_like_gives_the_most_common_class_with_one_sample_per_client() -> None:
     shares = np.array([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.3, 0.6, 0.1]])
     counts = counts_of(labels_of([1, 2, 0]), like(labels_of([1, 2, 0]), shares, rng(), None, list("abc")), 3)
     assert counts.tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 0]]
 
 
-def test_like_one_rare_class_does_not_cost_everybody() -> None:
-    """A class that one client owns a twentieth of and the pool lacks: that client goes without it."""
+def test_like_one_rare_class_does_not_limit_all_clients() -> None:
+    """One client has a twentieth of a class that the pool lacks: it gets no samples of it."""
     shares = np.array([[0.5, 0.5, 0.0], [0.5, 0.45, 0.05]])
     parts = like(labels_of([50, 50, 0]), shares, rng(), None, ["a", "b"])
     assert len(parts["a"]) == len(parts["b"]) == 19
 
 
-def test_like_is_random_in_which_samples_and_takes_counts() -> None:
+def test_like_draws_random_samples_and_accepts_counts() -> None:
     labels, counts = labels_of([50, 50]), np.array([[3, 1], [1, 1]])
     one, two, three = (like(labels, counts, rng(seed), 4, ["a", "b"]) for seed in (0, 0, 1))
     assert np.array_equal(one["a"], two["a"]) and not np.array_equal(one["a"], three["a"])
     assert np.bincount(labels[one["a"]]).tolist() == [3, 1]
 
 
-def test_like_ignores_classes_that_nobody_owns() -> None:
+def test_like_ignores_classes_that_no_client_has() -> None:
     labels = labels_of([5, 5, 40])
     check_like(labels, np.array([[1.0, 0, 0]]), like(labels, np.array([[1.0, 0]]), rng(), None, ["a"]), 5)
 
@@ -547,7 +547,7 @@ def test_stratified(pool: list[int], fraction: float, seed: int) -> None:
         assert not counts.any()
 
 
-def test_stratified_is_drawn_by_the_seed() -> None:
+def test_stratified_depends_on_the_seed() -> None:
     labels = labels_of([50, 30])
     held = [stratified(labels, 0.2, rng(seed))[1].tolist() for seed in (0, 0, 1)]
     assert held[0] == held[1] != held[2] and len(held[0]) == 16
@@ -564,7 +564,7 @@ def test_proportions() -> None:
     assert proportions(np.array([0, 0, 0, 2, 1]), parts, 4).tolist() == [[0.75, 0, 0.25, 0], [0, 1, 0, 0]]
 
 
-# --- refusals ---------------------------------------------------------------------------------------
+# --- Errors -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -594,12 +594,12 @@ def test_proportions() -> None:
         (Shards, {"classes": 0}, "classes"),
     ],
 )
-def test_bad_settings(cls: type[Any], values: dict[str, Any], word: str) -> None:
+def test_invalid_settings(cls: type[Any], values: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=rf"^`{word}` is .*; give .*\.$"):
         cls(**{"clients": 3, **values})
 
 
-def test_numpy_numbers_are_good_settings() -> None:
+def test_numpy_numbers_are_valid_settings() -> None:
     assert IID(np.int64(3)) == IID(3)  # type: ignore[arg-type]
     assert Dirichlet(3, np.float32(0.5)).alpha == 0.5  # type: ignore[arg-type]
     assert DominantClass(3, 1).rho == 1 and DominantClass(3, 0).rho == 0
@@ -608,22 +608,22 @@ def test_numpy_numbers_are_good_settings() -> None:
 @pytest.mark.parametrize(
     "split, pool, words",
     [
-        (IID(5), [2, 2], "IID.*needs at least 5 samples but the data has 4"),
-        (IID(5), [], "needs at least 5 samples but the data has 0"),
-        (IID(2, samples=3), [2, 3], "6 samples but the data has 5"),
-        (Imbalanced(3, 5, 2), [4, 4], "9 samples but the data has 8"),
-        (Imbalanced(3, 2, 2, classes=2), [9], "2 classes or more"),
+        (IID(5), [2, 2], "IID.*needs at least 5 samples, but the data have 4"),
+        (IID(5), [], "needs at least 5 samples, but the data have 0"),
+        (IID(2, samples=3), [2, 3], "6 samples, but the data have 5"),
+        (Imbalanced(3, 5, 2), [4, 4], "9 samples, but the data have 8"),
+        (Imbalanced(3, 2, 2, classes=2), [9], "At least 2 classes"),
         (Imbalanced(4, 1, 2, classes=2), [1, 9], "too small"),
         (DominantClass(5, 0.5), [2, 2], "5 samples"),
-        (DominantClass(2, 0.5), [9], "2 classes or more"),
+        (DominantClass(2, 0.5), [9], "At least 2 classes"),
         (DominantClass(2, 0.5, samples=6), [5, 9], "allow 5"),
         (Dirichlet(3, 0.5, minimum=3), [4, 4], "9 samples"),
-        (Shards(2, 3), [9, 9], "3 classes or more"),
+        (Shards(2, 3), [9, 9], "At least 3 classes"),
         (Shards(4, 2), [3, 9], "too small"),
         (Shards(4, 2), [2, 2], "too small"),
     ],
 )
-def test_data_that_is_not_enough(split: Partition, pool: list[int], words: str) -> None:
+def test_too_little_data(split: Partition, pool: list[int], words: str) -> None:
     with pytest.raises(DataError, match=words):
         split.assign(labels_of(pool), rng())
 
@@ -653,14 +653,14 @@ def test_natural_refuses(groups: np.ndarray | None, words: str) -> None:
         Natural().assign(np.zeros(3, int), rng(), groups)
 
 
-def test_natural_refuses_nothing_at_all() -> None:
+def test_natural_refuses_empty_data() -> None:
     with pytest.raises(DataError):
         Natural().assign(np.empty(0, int), rng(), np.empty(0, str))
 
 
 def test_tightest_pools_still_work() -> None:
-    """Where there is exactly one way left, it is found."""
-    parts = Shards(4, 2).assign(labels_of([4, 2, 2]), rng())  # everybody must take class 0
+    """If there is only one solution, it is found."""
+    parts = Shards(4, 2).assign(labels_of([4, 2, 2]), rng())  # all clients must take class 0
     assert all(len(rows) == 2 for rows in parts.values())
     labels = labels_of([40, 2, 2])
     for seed in range(20):

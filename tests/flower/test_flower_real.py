@@ -1,4 +1,4 @@
-"""Sites behind a real SuperLink and real SuperNodes on loopback, with TLS and keys; all of them end with the test."""
+"""Sites behind a real SuperLink and real SuperNodes on loopback, with TLS and keys; each test stops them all."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ import comfedl as cf
 from comfedl.config.schema import Config, parse_config, read_config, run_config
 from comfedl.flower.certs import make_certs
 from comfedl.flower.local_trial import Trial
-from comfedl.flower.processes import MARK, Daemons, free_ports, listening
+from comfedl.flower.processes import TAG, Daemons, free_ports, listening
 from comfedl.flower.superlink import wait_for
 from comfedl.utils.toml import to_toml
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are found in /proc")]
 
-LONG = 400  # seconds until a condition that must come is given up
+LONG = 400  # seconds to wait for a condition
 
 
 def config(**more: Any) -> Config:
@@ -45,12 +45,12 @@ def config(**more: Any) -> Config:
     })  # fmt: skip
 
 
-def left_over(mark: str) -> list[str]:
-    """The processes that bear a mark, or that work in a trial's folder."""
+def left_over(tag: str) -> list[str]:
+    """The command lines of all processes with a tag."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if f"{TAG}={tag}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found.append((entry / "cmdline").read_text().replace("\0", " "))
         except OSError:
             continue
@@ -58,7 +58,7 @@ def left_over(mark: str) -> list[str]:
 
 
 def trained(out: Path) -> dict[int, dict[str, Any]]:
-    """Who took part in the training of each round; of a round that was done again the last time."""
+    """The record of each round's training; for a repeated round, the last one."""
     path = out / "sites.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {row["round"]: row for row in rows if row["step"] == "train"}
@@ -84,23 +84,23 @@ def assert_model(out: Path, expected: cf.Result) -> None:
 # The command.
 
 
-def marked(parent: int) -> set[str]:
-    """The marks of what a process has started."""
+def tags_of(parent: int) -> set[str]:
+    """The tags of a process's children."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
                 words = (entry / "environ").read_bytes().decode().split("\0")
-                found |= {word.partition("=")[2] for word in words if word.startswith(f"{MARK}=")}
+                found |= {word.partition("=")[2] for word in words if word.startswith(f"{TAG}=")}
         except (OSError, UnicodeDecodeError):
             continue
     return found
 
 
-def test_the_command_is_stopped_goes_on_and_ends_with_the_embedded_model(tmp_path: Path) -> None:
+def test_the_command_can_be_interrupted_and_resumed(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(to_toml(config().resolved()))
     command = [sys.executable, "-m", "comfedl", "flower", "local", "c.toml", "--sites", "3", "--out", "run"]
-    run, marks = tmp_path / "run", set()
+    run, tags = tmp_path / "run", set()
 
     def start(*more: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -109,13 +109,13 @@ def test_the_command_is_stopped_goes_on_and_ends_with_the_embedded_model(tmp_pat
 
     def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:
         said = process.communicate(timeout=LONG)
-        assert [words for mark in marks for words in left_over(mark)] == []
+        assert [words for tag in tags for words in left_over(tag)] == []
         return process.returncode, *said
 
     first = start()  # stopped while it starts
-    until(lambda: bool(marked(first.pid)) or first.poll() is not None, "nothing was started")
-    marks |= marked(first.pid)
-    assert marks
+    until(lambda: bool(tags_of(first.pid)) or first.poll() is not None, "nothing was started")
+    tags |= tags_of(first.pid)
+    assert tags
     first.terminate()
     code, _, errors = ends(first)
     assert code == 130, errors
@@ -123,8 +123,8 @@ def test_the_command_is_stopped_goes_on_and_ends_with_the_embedded_model(tmp_pat
 
     second = start()  # stopped in the middle
     until(lambda: 1 in trained(run) or second.poll() is not None, "the first round has not come")
-    marks |= marked(second.pid)
-    assert len(marks) == 2
+    tags |= tags_of(second.pid)
+    assert len(tags) == 2
     until(lambda: (run / "checkpoint" / "round-000000001").is_dir() or second.poll() is not None, "no checkpoint")
     second.send_signal(signal.SIGINT)
     code, _, errors = ends(second)
@@ -132,8 +132,8 @@ def test_the_command_is_stopped_goes_on_and_ends_with_the_embedded_model(tmp_pat
     assert not (run / "summary.json").exists()
 
     third = start("--resume")
-    until(lambda: bool(marked(third.pid)) or third.poll() is not None, "nothing was started")
-    marks |= marked(third.pid)
+    until(lambda: bool(tags_of(third.pid)) or third.poll() is not None, "nothing was started")
+    tags |= tags_of(third.pid)
     code, printed, errors = ends(third)
     assert code == 0, errors
     assert "validation accuracy" in printed
@@ -142,12 +142,12 @@ def test_the_command_is_stopped_goes_on_and_ends_with_the_embedded_model(tmp_pat
     rows = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [1, 2, 3]
     assert {path.name for path in (run / "sites").iterdir()} == {"client-0", "client-1", "client-2"}
-    assert not (run / "personal").exists()  # those stay at the sites
+    assert not (run / "personal").exists()  # personal models stay at the sites
 
 
 # Faults.
 
-# A site that fails in the rounds that a file of its own names, in the way that it says.
+# A site that fails as its .plan file says, which maps rounds to faults.
 FAULTY = """
 import json
 import time
@@ -155,8 +155,8 @@ from pathlib import Path
 
 import torch
 
-from comfedl.engines.flower import client_app, wire
-from comfedl.flower.local_trial import share
+from comfedl.flower import client_app, serialization
+from comfedl.flower.local_trial import load_site
 from flwr.app import Message
 
 
@@ -175,19 +175,19 @@ def fail(message, context, call):
     if fault == "nothing":
         return None
     if fault in ("nan", "shapes"):
-        body, tensors = wire.opened(reply.content)
-        packed = wire.Packed()
+        body, tensors = serialization.decode(reply.content)
+        packer = serialization.TensorPacker()
         for part in body["answers"]:
-            tree = wire.unpacked(part["reply"], tensors)
+            tree = serialization.unpack(part["reply"], tensors)
             if "model" in tree:
                 change = (lambda leaf: leaf * torch.nan) if fault == "nan" else (lambda leaf: leaf[:1])
                 tree["model"]["params"] = {name: change(leaf) for name, leaf in tree["model"]["params"].items()}
-            part["reply"] = packed.put(tree)
-        return Message(wire.content(body, packed.record()), reply_to=message)
+            part["reply"] = packer.add(tree)
+        return Message(serialization.encode(body, packer.record()), reply_to=message)
     return reply
 
 
-app = client_app(share, mods=[fail])
+app = client_app(load_site, mods=[fail])
 """
 
 
@@ -197,7 +197,7 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
     made = Trial(settings, 3, tmp_path, tmp_path / "run", FAULTY)
     with made.daemons:
         yield made
-    assert left_over(made.daemons.mark) == []
+    assert left_over(made.daemons.tag) == []
 
 
 def plan(trial: Trial, site: str, faults: Mapping[int, str]) -> None:
@@ -205,16 +205,16 @@ def plan(trial: Trial, site: str, faults: Mapping[int, str]) -> None:
 
 
 def refused(daemons: Daemons, name: str, words: list[str]) -> None:
-    """A SuperNode that is started so does not get in."""
+    """Check that a SuperNode started with these options is rejected."""
     node = daemons.start(name, words)
     assert node.wait(LONG) != 0
     log = daemons.log(name).read_text()
     assert "SuperNode ID" not in log, log
 
 
-def test_sites_that_fail_in_every_way_and_come_back(trial: Trial) -> None:
+def test_sites_fail_in_every_way_and_come_back(trial: Trial) -> None:
     daemons = trial.daemons
-    plan(trial, "site-0", {5: "wait"})  # until the one that was killed is back
+    plan(trial, "site-0", {5: "wait"})  # until the killed one is back
     plan(trial, "site-1", {1: "shapes", 2: "wait", 3: "raise", 4: "nothing", 5: "nan"})
     plan(trial, "site-2", {2: "wait"})
     trial.start_link()
@@ -226,10 +226,10 @@ def test_sites_that_fail_in_every_way_and_come_back(trial: Trial) -> None:
         return (trial.folder / f"{site}.waits").exists()
 
     wait_for(lambda: waits("site-1") and waits("site-2"), LONG, "Round 2 has not come", daemons, "superlink")
-    daemons.kill("site-2")  # in the middle of its work
+    daemons.kill("site-2")  # during its step
     (trial.folder / "site-2.plan").unlink()
 
-    # Meanwhile: strangers. One has a key that nobody has registered, one has none.
+    # Meanwhile, intruders: one without a key, one with an unregistered key.
     make_certs(trial.folder / "strangers", ["stranger"])
     port, keys = free_ports(1)[0], trial.folder / "keys"
     words = ["flower-supernode", "--superlink", f"127.0.0.1:{trial.port}", "--root-certificates", str(keys / "ca.crt")]
@@ -246,7 +246,7 @@ def test_sites_that_fail_in_every_way_and_come_back(trial: Trial) -> None:
         daemons, "wrong-key", [*words, "--auth-supernode-private-key", str(trial.folder / "strangers" / "stranger.key")]
     )
 
-    def restart() -> bool:  # it is refused until the server has noticed that it was gone
+    def restart() -> bool:  # refused until the server notices that the old node is gone
         before = daemons.log("site-2").read_text().count("SuperNode ID")
         node = trial.start_node("site-2")
         until(
@@ -259,16 +259,16 @@ def test_sites_that_fail_in_every_way_and_come_back(trial: Trial) -> None:
     wait_for(lambda: 2 in trained(trial.out), LONG, "Round 2 does not end", daemons, "superlink")
     for site in ("site-1", "site-0"):
         (trial.folder / f"{site}.go").touch()
-    trial.finish(run, LONG)
+    trial.wait(run, LONG)
 
     rows, (first, second, third) = trained(trial.out), trial.names
     assert sorted(rows) == [1, 2, 3, 4, 5, 6]
     assert rows[1]["answered"] == rows[6]["answered"] == [first, second, third]
     assert rows[2]["answered"] == [first]
-    assert rows[2]["absent"][second] == "no answer came in 60 seconds"
+    assert rows[2]["absent"][second] == "no answer within 60 seconds"
     assert third in rows[2]["absent"]
-    assert rows[3]["absent"][second] == "ValueError (the site's own log has the rest)"
-    assert rows[4]["absent"][second] == "ConfigError: A mod gave NoneType in place of a reply"
+    assert rows[3]["absent"][second] == "ValueError (see the site's log)"
+    assert rows[4]["absent"][second] == "ConfigError: A mod returned NoneType instead of a reply"
     assert third in rows[5]["answered"] or third in rows[6]["answered"]
     log = daemons.log("run").read_text()
     assert f"site '{third}' is left out of 'train'" in log
@@ -276,16 +276,16 @@ def test_sites_that_fail_in_every_way_and_come_back(trial: Trial) -> None:
     assert re.search(rf"Round 5: the reply of client '{second}' is refused: .*not finite", log)
     with (trial.out / "clients.jsonl").open() as file:
         weights = {(row["round"], row["client"]): row["weight"] for row in map(json.loads, file)}
-    assert weights[5, second] == 0  # it answered, and was refused
+    assert weights[5, second] == 0  # its reply was refused
     assert weights[6, first] > 0 and weights[6, second] > 0 and weights[6, third] > 0
     assert json.loads((trial.out / "summary.json").read_text())["rounds"] == 6
 
 
-# The server, and an app as ``comfedl flower new`` writes it, with the commands of its README.
+# An app written by ``comfedl flower new``, run with the commands of its README.
 
 
 class Site:
-    """The commands of an app's README, on this machine."""
+    """Runs the commands of an app's README on this machine."""
 
     def __init__(self, app: Path, names: list[str]) -> None:
         self.app, self.names = app, names
@@ -300,7 +300,7 @@ class Site:
         )
 
     def adapted(self, line: str, site: str = "north") -> str:
-        here = {
+        replacements = {
             "0.0.0.0": "127.0.0.1",
             "server.example.org": "127.0.0.1",
             "8000": str(self.port),
@@ -312,7 +312,7 @@ class Site:
             "/var/lib/comfedl": f"{self.app.parent}/state/north",
             "/srv/runs": f"{self.app.parent}/runs",
         }
-        for old, new in here.items():
+        for old, new in replacements.items():
             line = line.replace(old, new)
         return line.replace("north", site)
 
@@ -344,20 +344,20 @@ def study(tmp_path: Path) -> Iterator[Site]:
     made = Site(app, names)
     with made.daemons:
         yield made
-    assert left_over(made.daemons.mark) == []
+    assert left_over(made.daemons.tag) == []
 
 
-def test_a_server_that_is_killed_goes_on_and_so_does_a_run_under_the_quorum(study: Site) -> None:
+def test_a_killed_server_and_a_run_below_the_quorum_resume(study: Site) -> None:
     out = study.app.parent / "runs" / "first"
     study.start_link()
     for name in study.names:
-        assert study.start("register", "flwr supernode register", name).wait(LONG) == 0, study.daemons.last_words(
+        assert study.start("register", "flwr supernode register", name).wait(LONG) == 0, study.daemons.log_tail(
             "register"
         )
         study.start_node(name)
     run = study.run()
     until(lambda: 2 in trained(out) or run.poll() is not None, "round 2 has not come")
-    assert 2 in trained(out), study.daemons.last_words("run")
+    assert 2 in trained(out), study.daemons.log_tail("run")
     study.daemons.kill("superlink")  # with the server's app, in the middle of round 3
     assert not (out / "summary.json").exists()
     assert (out / "checkpoint" / "round-000000001").is_dir()
@@ -366,7 +366,7 @@ def test_a_server_that_is_killed_goes_on_and_so_does_a_run_under_the_quorum(stud
     run = study.run(resume=True)
     before = lines(out)
     until(lambda: lines(out) > before or run.poll() is not None, "round 2 is not done again")
-    assert lines(out) > before, study.daemons.last_words("run")
+    assert lines(out) > before, study.daemons.log_tail("run")
     study.daemons.end("west")
     said = "only 2 of 3 clients can be used"
     until(lambda: said in study.daemons.log("run").read_text(), "the run does not stop under its quorum")
@@ -378,12 +378,12 @@ def test_a_server_that_is_killed_goes_on_and_so_does_a_run_under_the_quorum(stud
     assert_model(out, embedded(study))
     rows = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [1, 2, 3]
-    for name in study.names:  # what a client keeps is in its own site's folder
+    for name in study.names:  # a client's state is in its site's folder
         assert [path.name for path in (study.app.parent / "state" / name).iterdir()] == [name]
 
 
 def embedded(study: Site) -> cf.Result:
-    """The same run with the sites' data in one place."""
+    """The same run with all sites' data in this process."""
     path = study.app / "our_study" / "data.py"
     spec = importlib.util.spec_from_file_location("our_data", path)
     assert spec is not None and spec.loader is not None

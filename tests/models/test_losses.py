@@ -1,4 +1,4 @@
-"""Losses and metrics of regression and of two classes: against closed forms, scikit-learn and each other."""
+"""Losses and metrics of regression and binary classification: against closed forms, scikit-learn and each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 import comfedl as cf
 from comfedl.core import client_statistics
 from comfedl.core.client_statistics import summarise, summarise_columns
-from comfedl.models import losses
+from comfedl.models import losses, metrics
 
 SIZES = {"a": 12, "b": 5, "c": 30, "d": 1}
 
@@ -30,7 +30,7 @@ def numbers(seed: int, sizes: dict[str, int] = SIZES) -> dict[str, tuple[np.ndar
 
 
 def labels(seed: int, sizes: dict[str, int] = SIZES) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Client b has one label only, client d one sample."""
+    """Client b has only one label, client d only one sample."""
     return {
         name: (x, (y > y.mean()).astype(np.int64) if name != "b" else np.ones(len(y), dtype=np.int64))
         for name, (x, y) in numbers(seed, sizes).items()
@@ -47,8 +47,8 @@ def linear(hidden: int = 0) -> nn.Module:
 
 
 @pytest.mark.parametrize("vectorize", ["serial", "stack", "vmap"])
-def test_linear_regression_is_the_gradient_step_by_hand(vectorize: str) -> None:
-    """FedAvg on all data with one local step is gradient descent on the weighted mean squared error."""
+def test_linear_regression_takes_the_explicit_gradient_step(vectorize: str) -> None:
+    """FedAvg with full batches and one local step is gradient descent on the weighted mean squared error."""
     data = numbers(1)
     model, lr, rounds = linear(), 0.05, 4
     w = np.append(model[0].weight.detach().numpy()[0], model[0].bias.detach().numpy())
@@ -77,7 +77,7 @@ def test_linear_regression_is_the_gradient_step_by_hand(vectorize: str) -> None:
             assert "train.r2" not in last[name]
 
 
-def test_robust_regression_weighs_by_softmax_of_the_losses() -> None:
+def test_robust_regression_weights_clients_by_the_softmax_of_their_losses() -> None:
     data = numbers(2)
     model, gamma = linear(), 0.7
     w = np.append(model[0].weight.detach().numpy()[0], model[0].bias.detach().numpy())
@@ -98,7 +98,7 @@ def test_bce_is_cross_entropy_with_the_other_logit_at_zero() -> None:
     logits, y = torch.randn(50, 1, dtype=torch.float64), torch.randint(0, 2, (50,))
     both = torch.cat([torch.zeros_like(logits), logits], dim=1)
     assert losses.bce(logits, y) == pytest.approx(float(nn.functional.cross_entropy(both, y)), rel=1e-12)
-    assert losses.binary_accuracy(logits, y) == losses.accuracy(both, y)
+    assert metrics.binary_accuracy(logits, y) == metrics.accuracy(both, y)
 
 
 # Metrics against scikit-learn.
@@ -112,7 +112,7 @@ def test_auc_is_scikit_learns_with_ties_and_several_clients(clients: list[list[t
     sizes = torch.tensor([len(client) for client in clients])
     output = torch.tensor([[float(score)] for client in clients for score, _ in client])
     y = torch.tensor([int(label) for client in clients for _, label in client])
-    found = losses.auc(output, y, sizes).tolist()
+    found = metrics.auc(output, y, sizes).tolist()
     for client, auc in zip(clients, found, strict=True):
         scores, truth = zip(*client, strict=True)
         if len(set(truth)) == 2:
@@ -121,45 +121,45 @@ def test_auc_is_scikit_learns_with_ties_and_several_clients(clients: list[list[t
             assert np.isnan(auc)
 
 
-def test_r2_of_equal_values_is_not_defined_whatever_their_rounding() -> None:
+def test_r2_of_equal_values_is_undefined_despite_rounding() -> None:
     y = torch.full((3,), 0.1, dtype=torch.float64)
-    assert losses.r2(torch.zeros(3, 1, dtype=torch.float64), y, torch.tensor([3])).isnan().all()
+    assert metrics.r2(torch.zeros(3, 1, dtype=torch.float64), y, torch.tensor([3])).isnan().all()
 
 
 def test_r2_and_rmse_of_several_outputs() -> None:
     rng = np.random.default_rng(0)
     y, predicted = rng.normal(size=(20, 3)), rng.normal(size=(20, 3))
     sizes = torch.tensor([8, 12])
-    found = losses.r2(torch.from_numpy(predicted), torch.from_numpy(y), sizes)
+    found = metrics.r2(torch.from_numpy(predicted), torch.from_numpy(y), sizes)
     parts = [(y[:8], predicted[:8]), (y[8:], predicted[8:])]
     expected = [r2_score(*part, multioutput="variance_weighted") for part in parts]
     np.testing.assert_allclose(found.numpy(), expected)
-    rmse = losses.rmse(torch.from_numpy(predicted), torch.from_numpy(y), sizes)
+    rmse = metrics.rmse(torch.from_numpy(predicted), torch.from_numpy(y), sizes)
     np.testing.assert_allclose(rmse.numpy(), [np.sqrt(((a - b) ** 2).mean()) for a, b in parts])
 
 
-# One way of running clients against another.
+# One engine strategy against another.
 
 
 @pytest.mark.parametrize("hidden", [0, 5])
 @pytest.mark.parametrize("loss", ["bce", "mse", "mae", "huber"])
-def test_all_ways_of_running_clients_agree(loss: str, hidden: int) -> None:
+def test_all_strategies_agree(loss: str, hidden: int) -> None:
     make = labels if loss == "bce" else numbers
     sizes = {f"client {i:02d}": n for i, n in enumerate([12, 5, 30, 1, 7, 7, 600])}
     fed = cf.FederatedData(make(3, sizes), {name: data for name, data in make(4, sizes).items() if name < "client 05"})
     rows = {}
-    for way in ("serial", "stack", "vmap", "auto"):
+    for strategy in ("serial", "stack", "vmap", "auto"):
         result = cf.fit(
             linear(hidden),
             fed,
             cf.ComFedL(outer=cf.KL(0.5), lr=0.1, local_steps=2, batch_size=6),
             rounds=2,
             loss=loss,
-            engine_options={"vectorize": way},
+            engine_options={"vectorize": strategy},
         )
-        rows[way] = sorted(result.clients, key=lambda row: (row["round"], row["client"]))
-    for way in ("stack", "vmap", "auto"):
-        for ours, theirs in zip(rows["serial"], rows[way], strict=True):
+        rows[strategy] = sorted(result.clients, key=lambda row: (row["round"], row["client"]))
+    for strategy in ("stack", "vmap", "auto"):
+        for ours, theirs in zip(rows["serial"], rows[strategy], strict=True):
             assert ours.keys() == theirs.keys()
             for key, value in ours.items():
                 assert value == (theirs[key] if isinstance(value, str) else pytest.approx(theirs[key], rel=1e-9)), key
@@ -167,7 +167,7 @@ def test_all_ways_of_running_clients_agree(loss: str, hidden: int) -> None:
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])
 def test_exact_meta_learning_agrees_under_other_losses(loss: str) -> None:
-    """The derivatives that are written out are the cross-entropy's: other losses must not get them."""
+    """The hand-written derivatives are those of the cross-entropy and must not be used for other losses."""
     fed = cf.FederatedData((labels if loss == "bce" else numbers)(5))
     models = [
         cf.fit(
@@ -185,7 +185,7 @@ def test_exact_meta_learning_agrees_under_other_losses(loss: str) -> None:
 
 
 def test_images_under_another_loss() -> None:
-    """The CNN's own derivative is the cross-entropy's as well: one step here is autograd's."""
+    """So are those of the CNN: a step under another loss must agree with autograd."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.rand(6, 1, 8, 8, generator=generator), torch.rand(6, generator=generator)
     model = cf.models.build("cnn4", (1, 8, 8), 1, seed=0, filters=4, norm="none")
@@ -197,7 +197,7 @@ def test_images_under_another_loss() -> None:
         torch.testing.assert_close(result.params[name], part.detach() - 0.1 * part.grad, rtol=1e-4, atol=1e-6)
 
 
-# Directions, and what is not defined.
+# The worst client, and undefined metrics.
 
 
 def test_the_worst_error_is_the_largest() -> None:
@@ -207,7 +207,7 @@ def test_the_worst_error_is_the_largest() -> None:
         assert summarise(name, [0.1, 0.3])["worst"] == 0.1
 
 
-def test_who_has_no_number_is_counted() -> None:
+def test_clients_with_a_defined_metric_are_counted() -> None:
     row = summarise_columns({"train.loss": [1.0, 2.0, 3.0], "train.auc": [0.5, 0.7]})
     assert row["train.auc.clients"] == 2 and row["train.auc.mean"] == pytest.approx(0.6)
     assert "train.loss.clients" not in row
@@ -228,7 +228,7 @@ def test_a_client_with_one_label_has_no_auc_and_no_nan_is_written(tmp_path: Path
     assert result.summary()["validation"]["auc"]["clients"] == 2
 
 
-def test_a_run_with_gaps_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_a_run_with_undefined_metrics_resumes_bit_for_bit(tmp_path: Path) -> None:
     fed, method = cf.FederatedData(labels(6), labels(7)), cf.FedAvg(lr=0.1)
     whole = cf.fit(linear(), fed, method, rounds=4, loss="bce", out=tmp_path / "whole", checkpoint_every=2)
 
@@ -243,12 +243,12 @@ def test_a_run_with_gaps_resumes_to_the_bit(tmp_path: Path) -> None:
     assert again.rounds == whole.rounds and again.clients == whole.clients
 
 
-def test_a_model_that_leaves_the_finite_numbers_is_not_taken_for_a_gap() -> None:
+def test_a_diverged_model_is_not_taken_for_an_undefined_metric() -> None:
     with pytest.raises(cf.Diverged):
         cf.fit(linear(), cf.FederatedData(numbers(1)), cf.FedAvg(lr=1e6, batch_size=None), rounds=60, loss="mse")
 
 
-# Bad input.
+# Invalid input.
 
 
 def test_outputs_that_do_not_fit_are_refused() -> None:
@@ -261,9 +261,20 @@ def test_outputs_that_do_not_fit_are_refused() -> None:
         cf.fit(linear(), fed, cf.FedAvg(), rounds=1, loss="msee")
 
 
-def test_every_loss_is_known_one_sample_at_a_time() -> None:
-    """Else a loss would run one client after another, or a metric be taken for a mean."""
-    for function, scores in losses.LOSSES.values():
+def test_every_loss_has_a_per_sample_form() -> None:
+    """Without it, clients would run one after another."""
+    for function, reported in losses.LOSSES.values():
         assert function in losses.PER_SAMPLE
-        assert all((score in losses.PER_SAMPLE) != (score in losses.WHOLE) for score in scores.values())
-        assert all(name in ("accuracy", "auc", "r2") or client_statistics.smaller_is_better(name) for name in scores)
+        assert {*reported} <= {*metrics.METRICS}
+        assert {*reported.values()} <= {metric.function for metric in metrics.METRICS.values()}
+
+
+def test_the_registry_of_metrics() -> None:
+    for name, metric in metrics.METRICS.items():
+        assert metric.name == name and metric.whole == (metric.per_sample is None) == (metric.function in metrics.WHOLE)
+        assert metric.whole != (metric.function in losses.PER_SAMPLE)
+        for shown in (name, f"validation.personal_{name}"):
+            assert client_statistics.smaller_is_better(shown) == (name in ("mae", "rmse"))
+            assert client_statistics.undefinable(shown) == (name in ("auc", "r2"))
+    assert client_statistics.smaller_is_better("train.loss") and not client_statistics.undefinable("loss")
+    assert not client_statistics.smaller_is_better("other") and not client_statistics.undefinable("other")

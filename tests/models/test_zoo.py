@@ -1,4 +1,4 @@
-"""The models by name, and the reader's own: sizes, shapes, starts, and what is said when one cannot be made."""
+"""Models by name and custom ones: sizes, shapes, initial parameters and error messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_cnn4_has_the_size_of_the_paper(filters: int, size: int) -> None:
     assert parameters(build("cnn4", CIFAR, 10, seed=0, filters=filters)) == size
 
 
-def test_cnn4_has_32_filters_and_batch_norm_unless_told_otherwise() -> None:
+def test_cnn4_has_32_filters_and_batch_norm_by_default() -> None:
     assert equal(build("cnn4", CIFAR, 10, seed=3), build("cnn4", CIFAR, 10, seed=3, filters=32, norm="batch"))
 
 
@@ -67,7 +67,7 @@ def test_mlp_is_not_linear() -> None:
 
 @pytest.mark.parametrize("shape", [MNIST, CIFAR, DIGITS, (1, 1, 1), (2, 5, 3), (6, 4, 40)])
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_every_model_gives_a_number_for_each_class(name: str, shape: tuple[int, ...]) -> None:
+def test_every_model_has_one_output_per_class(name: str, shape: tuple[int, ...]) -> None:
     model = build(name, shape, 7, seed=0)
     output = model(torch.rand(5, *shape))
     assert output.shape == (5, 7)
@@ -93,7 +93,7 @@ def test_cnn4_with_every_norm(norm: str, filters: int) -> None:
 
 
 @pytest.mark.parametrize(("norm", "depends"), [("batch", True), ("running", False), ("group", False), ("none", False)])
-def test_which_norm_looks_at_the_other_samples_when_evaluated(norm: str, depends: bool) -> None:
+def test_which_norm_depends_on_the_batch_in_eval_mode(norm: str, depends: bool) -> None:
     model = build("cnn4", DIGITS, 10, seed=0, filters=8, norm=norm).eval()
     x = torch.rand(6, *DIGITS, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -101,11 +101,11 @@ def test_which_norm_looks_at_the_other_samples_when_evaluated(norm: str, depends
     assert torch.allclose(together, apart, atol=1e-5) != depends
 
 
-# Where a model starts.
+# Initial parameters.
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn4"])
-def test_the_seed_alone_decides_where_a_model_starts(name: str) -> None:
+def test_only_the_seed_determines_the_initial_parameters(name: str) -> None:
     torch.manual_seed(11)
     first = build(name, DIGITS, 10, seed=4)
     torch.manual_seed(12)
@@ -114,14 +114,14 @@ def test_the_seed_alone_decides_where_a_model_starts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_torchs_own_generator_is_left_as_it_was(name: str) -> None:
+def test_the_global_generator_is_not_changed(name: str) -> None:
     torch.manual_seed(11)
     before = torch.get_rng_state()
     build(name, DIGITS, 10, seed=4)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_torchs_own_generator_is_left_as_it_was_when_a_model_cannot_be_made() -> None:
+def test_the_global_generator_is_not_changed_by_an_error() -> None:
     torch.manual_seed(11)
     before = torch.get_rng_state()
     with pytest.raises(ConfigError):
@@ -129,7 +129,7 @@ def test_torchs_own_generator_is_left_as_it_was_when_a_model_cannot_be_made() ->
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_cnn4_starts_from_xavier_with_zero_bias() -> None:
+def test_cnn4_has_xavier_initialisation_and_zero_bias() -> None:
     model = build("cnn4", CIFAR, 10, seed=0, filters=64)
     for layer in (part for part in model.modules() if isinstance(part, nn.Conv2d)):
         assert layer.bias is not None and not layer.bias.any()
@@ -137,7 +137,7 @@ def test_cnn4_starts_from_xavier_with_zero_bias() -> None:
         assert 0.98 * bound < float(layer.weight.detach().abs().max()) <= bound
 
 
-# What cannot be made says so.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -158,19 +158,19 @@ def test_an_option_out_of_range_is_named(name: str, options: dict[str, object], 
 
 
 @pytest.mark.parametrize("shape", [(6, 100), (64,), (1, 0, 4)])
-def test_cnn4_wants_images(shape: tuple[int, ...]) -> None:
+def test_cnn4_needs_images(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"channels, height, width") as error:
         build("cnn4", shape, 10, seed=0)
     assert str(shape) in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "meant"), [("logstic", "logistic"), ("cnn", "cnn4"), ("mpl", "mlp"), ("Mlp", "mlp")])
-def test_an_unknown_name_comes_with_the_nearest(name: str, meant: str) -> None:
+def test_an_unknown_name_suggests_the_closest(name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
         build(name, DIGITS, 10, seed=0)
 
 
-def test_a_model_of_the_readers_own() -> None:
+def test_a_custom_model() -> None:
     def make(shape: Sequence[int], classes: int, width: int = 2) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), width), nn.Linear(width, classes))
 

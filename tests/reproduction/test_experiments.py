@@ -1,4 +1,4 @@
-"""The settings of the figures: the paper's own where it gives them, equal budgets, seeds apart."""
+"""The settings of the figures: the paper's values where published, equal budgets, separate seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def paper(name: str) -> Figure:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_the_shipped_figures_are_whole(name: str) -> None:
+def test_shipped_figures_are_complete(name: str) -> None:
     figure = paper(name)
     assert figure.seeds >= LEAST_SEEDS[name]
     assert figure.seeds <= experiments.FIRST_TUNING_SEED
@@ -32,11 +32,11 @@ def test_the_shipped_figures_are_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_the_quick_preset_can_do_without_a_download(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_preset_needs_no_download(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiments, "is_cached", lambda data: False)
     figure = read_figure(name, "quick")
-    # A picture does not say that it shows data which it does not.
-    assert figure.title.startswith("digits in place of") == (figure.data != paper(name).data)
+    # The title says which data the plot really shows.
+    assert figure.title.startswith("digits instead of") == (figure.data != paper(name).data)
     for arm in figure.arms:
         source = arm if arm.like is None else read_figure(arm.like.split("/")[0], "quick").arm(arm.like)
         config = parse_config(merged(merged(source.settings, source.candidates[0]), arm.changes))
@@ -45,7 +45,7 @@ def test_the_quick_preset_can_do_without_a_download(name: str, monkeypatch: pyte
     assert read_figure(name, "paper").data != "digits"
 
 
-def test_the_values_that_the_paper_gives() -> None:
+def test_published_values() -> None:
     fig2, fig4 = paper("fig2"), paper("fig4")
     published = {arm.method: parse_config(merged(arm.settings, arm.candidates[0])) for arm in fig2.arms[:5]}
     assert [arm.group for arm in fig2.arms[:5]] == ["published"] * 5
@@ -78,14 +78,14 @@ def test_unequal_budgets_are_refused(small: Path) -> None:
         read_figure("fig2", "quick")
 
 
-def test_a_mistake_in_the_settings_is_found_before_anything_runs(small: Path) -> None:
+def test_settings_are_checked_before_anything_runs(small: Path) -> None:
     path = small / "fig2.toml"
     path.write_text(path.read_text().replace("{ lr = 0.5 }", "{ lrr = 0.5 }"))
     with pytest.raises(ConfigError, match="lrr"):
         read_figure("fig2", "quick")
 
 
-def test_a_preset_may_leave_groups_and_methods_out(small: Path) -> None:
+def test_preset_skips_groups_and_methods(small: Path) -> None:
     path = small / "fig2.toml"
     path.write_text(path.read_text().replace("seeds = 2\n", 'seeds = 2\nskip = ["published", "fedavg"]\n'))
     assert [arm.name for arm in read_figure("fig2", "quick").arms] == ["fig2/independent/comfedl"]

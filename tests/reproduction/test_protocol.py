@@ -1,4 +1,4 @@
-"""A fair comparison: chosen on validation with equal budgets, judged on seeds that no choice has seen."""
+"""A fair comparison: tuned on validation data with equal budgets, evaluated on separate seeds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from comfedl.analysis.stats import standard_error
 from comfedl_reproduction.experiments import FIRST_TUNING_SEED, Figure, read_figure
-from comfedl_reproduction.protocol import Outcome, carry_out, standard_error
+from comfedl_reproduction.protocol import Outcome, run_figures
 from comfedl_reproduction.runner import Record, Run, Runner
 
 
-class Pretended(Runner):
-    """Gives records by a rule instead of running anything."""
+class FakeRunner(Runner):
+    """Computes records by a rule instead of running anything."""
 
     def __init__(self, score: Callable[[dict[str, Any]], dict[str, float] | None]) -> None:
         super().__init__(Path("nowhere"), 1)
@@ -22,21 +23,21 @@ class Pretended(Runner):
 
     def run(self, runs: Sequence[Run], label: str) -> dict[str, Record]:
         self.asked += [(label, run.config.resolved()) for run in runs]
-        return {run.key: self.pretend(run.config.resolved()) for run in runs}
+        return {run.key: self.fake_record(run.config.resolved()) for run in runs}
 
-    def pretend(self, settings: dict[str, Any]) -> Record:
+    def fake_record(self, settings: dict[str, Any]) -> Record:
         found = self.score(settings)
         rows = [] if found is None else [{"round": 1, **found}]
-        gone = None if found else {"round": 1, "message": "gone"}
-        return {"settings": settings, "rounds": rows, "diverged": gone, "core_seconds": 1.0}
+        diverged = None if found else {"round": 1, "message": "NaN"}
+        return {"settings": settings, "rounds": rows, "diverged": diverged, "core_seconds": 1.0}
 
 
 def done(
     small: Path, score: Callable[[dict[str, Any]], dict[str, float] | None], *names: str
-) -> tuple[Pretended, dict[str, Outcome]]:
+) -> tuple[FakeRunner, dict[str, Outcome]]:
     figures: dict[str, Figure] = {name: read_figure(name, "quick") for name in ("fig2", "fig3")}
-    runner = Pretended(score)
-    return runner, carry_out([figures[name] for name in names], figures, runner)
+    runner = FakeRunner(score)
+    return runner, run_figures([figures[name] for name in names], figures, runner)
 
 
 def by_validation(settings: dict[str, Any]) -> dict[str, float]:
@@ -45,7 +46,7 @@ def by_validation(settings: dict[str, Any]) -> dict[str, float]:
     return {"validation.accuracy.worst": 0.8 if small else 0.7, "test.accuracy.worst": 0.1 if small else 0.9}
 
 
-def test_validation_chooses_and_test_does_not(small: Path) -> None:
+def test_validation_selects_the_winner(small: Path) -> None:
     _, outcomes = done(small, by_validation, "fig2")
     winners = outcomes["fig2"].winners
     assert winners["fig2/independent/comfedl"]["algorithm"]["lr"] == 0.001
@@ -53,7 +54,7 @@ def test_validation_chooses_and_test_does_not(small: Path) -> None:
     assert winners["fig2/published/comfedl"]["algorithm"] == {"lr": 0.01}
 
 
-def test_seeds_that_choose_never_judge(small: Path) -> None:
+def test_tuning_and_evaluation_seeds_are_separate(small: Path) -> None:
     runner, outcomes = done(small, by_validation, "fig2")
     seeds = {
         label: {settings["seed"] for asked, settings in runner.asked if asked == label} for label, _ in runner.asked
@@ -63,13 +64,13 @@ def test_seeds_that_choose_never_judge(small: Path) -> None:
     assert judged == {0, 1}
 
 
-def test_all_methods_get_as_many_runs_to_choose_by(small: Path) -> None:
+def test_equal_tuning_budgets(small: Path) -> None:
     runner, _ = done(small, by_validation, "fig2")
     tuned = [settings["algorithm"]["name"] for label, settings in runner.asked if label == "tuning"]
     assert tuned.count("comfedl") == tuned.count("fedavg") == 2
 
 
-def test_what_diverged_is_not_chosen(small: Path) -> None:
+def test_diverged_candidates_are_not_selected(small: Path) -> None:
     _, outcomes = done(small, lambda s: None if s["algorithm"]["lr"] < 0.1 else by_validation(s), "fig2")
     assert outcomes["fig2"].winners["fig2/independent/fedavg"]["algorithm"]["lr"] == 0.5
 
@@ -84,7 +85,7 @@ def test_an_ablation_starts_from_the_winner(small: Path) -> None:
     assert [s["rounds"] for s in by_point.values()] == [6, 3]
 
 
-def test_one_seed_of_everything_comes_before_the_next(small: Path) -> None:
+def test_runs_are_ordered_by_seed(small: Path) -> None:
     runner, _ = done(small, by_validation, "fig2")
     seeds = [settings["seed"] for label, settings in runner.asked if label == "figures"]
     assert seeds == sorted(seeds)
@@ -92,4 +93,4 @@ def test_one_seed_of_everything_comes_before_the_next(small: Path) -> None:
 
 def test_the_standard_error_of_the_mean() -> None:
     assert standard_error([1.0, 3.0]) == pytest.approx(1.0)
-    assert standard_error([5.0]) == 0.0
+    assert standard_error([5.0], single=0.0) == 0.0

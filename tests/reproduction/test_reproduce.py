@@ -1,4 +1,4 @@
-"""From settings to tables and pictures, in processes: what is finished stays, what is killed goes on."""
+"""From settings to tables and plots, in worker processes: finished runs stay, killed ones resume."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "about.json"}
 
 
-def test_a_figure_from_its_settings_to_its_picture(small: Path, tmp_path: Path) -> None:
+def test_a_figure_end_to_end(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert reproduce(["fig2", "fig3"], "quick", out=out, jobs=2) == [out / "fig2", out / "fig3"]
     records = {path: json.loads(path.read_text()) for path in (out / "runs").glob("*.json")}
-    # Four candidates to tune; then four arms on two seeds; figure 3 has one run of its own and shares one.
+    # Four tuning candidates, four arms on two seeds, and one run of figure 3; its other one is shared.
     assert len(records) == 4 + 8 + 1
     assert not list((out / "runs" / "unfinished").glob("*"))
 
@@ -69,23 +69,23 @@ def test_a_figure_from_its_settings_to_its_picture(small: Path, tmp_path: Path) 
         png = (out / picture).read_bytes()
         assert png.startswith(PNG) and len(png) < 150_000
     page = (out / "fig2" / "report-independent.html").read_text(encoding="utf-8")
-    assert "On test data, beside FedAvg, ComFedL" in page and "a small figure 2: tuned." in page
+    assert "with ComFedL" in page and "with FedAvg" in page and "a small figure 2: tuned." in page
     lost = (out / "fig2" / "report-published.html").read_text(encoding="utf-8")
     assert "ComFedL, literal exponent diverged with 2 of 2 seeds, which are left out." in lost
     assert (out / "fig3" / "report.html").exists()
 
-    # The second time nothing is run, and everything is written again as it was.
+    # The second time nothing runs, and the same files are written.
     before, stamps = contents(out / "fig2"), {path: path.stat().st_mtime_ns for path in records}
     reproduce(["fig2"], "quick", out=out, jobs=1)
     assert contents(out / "fig2") == before
     assert {path: path.stat().st_mtime_ns for path in records} == stamps
-    # With more seeds only those are run.
+    # With more seeds, only those are run.
     reproduce(["fig2"], "quick", seeds=3, out=out, jobs=1)
     assert len(list((out / "runs").glob("*.json"))) == 13 + 4
     assert {path: path.stat().st_mtime_ns for path in records} == stamps
 
 
-def test_runs_are_shared_by_their_values(tmp_path: Path) -> None:
+def test_runs_with_equal_settings_are_shared(tmp_path: Path) -> None:
     spelt = {**SETTINGS, "seed": 0, "model": {"name": "logistic"}, "quorum": 0.5}
     assert Run(SETTINGS).key == Run(spelt).key
     assert Run(SETTINGS).key != Run({**SETTINGS, "seed": 1}).key
@@ -94,20 +94,20 @@ def test_runs_are_shared_by_their_values(tmp_path: Path) -> None:
     assert list(records) == [Run(SETTINGS).key] and runner.done == 1
 
 
-def test_an_error_in_a_run_reaches_the_reader(tmp_path: Path) -> None:
+def test_an_error_in_a_run_is_raised(tmp_path: Path) -> None:
     wrong = {**SETTINGS, "data": {"name": "digits", "partition": "iid", "clients": 3, "samples": 20000}}
     with pytest.raises(Exception, match="samples"):
         Runner(tmp_path / "runs", 1).run([Run(wrong)], "test")
 
 
-def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
-    for arguments, told in (
+def test_invalid_arguments(tmp_path: Path) -> None:
+    for arguments, message in (
         ((["fig7"],), "fig7.*fig6"),
         ((["fig2"], "fast"), "fast.*quick"),
         ((["fig2"], "quick", 0), "seeds.*0"),
         ((["fig2"], "quick", 1, tmp_path, 0), "jobs.*0"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             reproduce(*arguments)
     assert not list(tmp_path.iterdir())
 
@@ -133,9 +133,9 @@ def finished(out: Path) -> dict[Path, int]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_killed_in_the_middle_it_goes_on(small: Path, tmp_path: Path, how: signal.Signals) -> None:
+def test_resume_after_a_kill(small: Path, tmp_path: Path, how: signal.Signals) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    # Long enough to be caught in the middle.
+    # Long enough to be interrupted halfway.
     path = small / "fig2.toml"
     path.write_text(path.read_text().replace("rounds = 3\n", "rounds = 150\neval_every = 50\n"))
     process = started(small, broken, tmp_path)
@@ -148,7 +148,7 @@ def test_killed_in_the_middle_it_goes_on(small: Path, tmp_path: Path, how: signa
     kept = finished(broken)
     assert 3 <= len(kept) < 12
     time.sleep(0.5)
-    assert finished(broken) == kept  # nobody goes on writing behind our back
+    assert finished(broken) == kept  # no worker keeps writing
 
     process = started(small, broken, tmp_path)
     assert process.communicate(timeout=120) and process.returncode == 0
@@ -158,7 +158,7 @@ def test_killed_in_the_middle_it_goes_on(small: Path, tmp_path: Path, how: signa
     assert contents(broken / "fig2") == contents(whole / "fig2")
 
 
-def test_the_command_line_says_what_is_wrong() -> None:
+def test_the_command_line_reports_errors() -> None:
     asked = subprocess.run(
         [sys.executable, "-m", "comfedl", "reproduce", "fig9"], capture_output=True, text=True, env={**os.environ}
     )

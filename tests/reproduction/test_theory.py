@@ -21,7 +21,7 @@ from comfedl_reproduction.theory.extensions import Plus
 from comfedl_reproduction.theory.measure import LAWS, Bias, Drift, Rate
 from comfedl_reproduction.theory.points import Point
 from comfedl_reproduction.theory.problem import LEAST_BATCH, S1, S2, S3, Synthetic, log_cosh
-from comfedl_reproduction.theory.summary import places, power_law, summarise
+from comfedl_reproduction.theory.summary import power_law, series_points, summarise
 
 F64 = torch.float64
 PROBLEM = Synthetic()
@@ -36,7 +36,7 @@ def models(count: int, spread: float = 2.0, seed: int = 0) -> Tensor:
 
 
 def inner(w: Tensor, first: Tensor | float = 0.0, second: Tensor | float = 0.0) -> Tensor:
-    """f_i of all clients for one sample's noise, or a batch's mean noise; once more, from the definition."""
+    """f_i of all clients for the noise of a sample or a batch mean, independently from the definition."""
     return (1 + S1 * first) * torch.tanh(
         (PROBLEM.A @ w[..., None, :, None])[..., 0] + PROBLEM.c
     ) + S2 * second * PROBLEM.v
@@ -59,11 +59,11 @@ def pulled(slopes: Tensor, cotangent: Tensor) -> Tensor:
     return (slopes.mT @ cotangent[..., None])[..., 0]
 
 
-# What is known of the problem.
+# The problem.
 
 
 def test_the_objective_is_what_the_data_define() -> None:
-    """F from the closed form is the mean over all atoms of the functions that fit is given."""
+    """The closed form of F is the mean over all noise values of the functions passed to fit."""
     composition, data = PROBLEM.composition(), PROBLEM.data(CLIENTS)
     for w in models(5):
         values = []
@@ -75,7 +75,7 @@ def test_the_objective_is_what_the_data_define() -> None:
 
 
 def test_a_batch_is_the_mean_of_its_samples() -> None:
-    """The functions take the mean noise first; sample by sample it is the same."""
+    """The functions average the noise first; averaging over samples gives the same."""
     composition, w = PROBLEM.composition(), models(1)[0]
     xi = torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]], dtype=F64)
     zeta = torch.tensor([[1.0], [1.0], [-1.0], [1.0], [-1.0]], dtype=F64)
@@ -93,14 +93,14 @@ def test_derivatives_are_autograds() -> None:
         assert torch.allclose(outer_slope(w, 1.0)[0], derivative(lambda y: log_cosh(y - PROBLEM.t[0] - S3).sum(), w))
 
 
-def test_the_objective_stays_above_its_bound() -> None:
+def test_objective_and_gradient_bounds() -> None:
     values = PROBLEM.objective(models(20000, spread=4.0))
     assert PROBLEM.lower_bound() < float(values.min())
-    assert float(PROBLEM.gradient(models(20000)).norm(dim=-1).max()) < PROBLEM.steepest()
+    assert float(PROBLEM.gradient(models(20000)).norm(dim=-1).max()) < PROBLEM.gradient_bound()
 
 
 def test_first_derivatives_stay_below_their_constants() -> None:
-    """Of every sample, and sharply: the sampled largest comes near."""
+    """For every sample; the constants are tight: the sampled maximum comes close."""
     slopes = torch.cat([jacobian(models(2000, 0.5), e) for e in SIGNS])
     assert 0.9 * KNOWN.G_f < float(torch.linalg.matrix_norm(slopes, 2).max()) <= KNOWN.G_f
     far = torch.cat([outer_slope(models(2000, 6.0)[:, None], z) for z in SIGNS])
@@ -108,7 +108,7 @@ def test_first_derivatives_stay_below_their_constants() -> None:
 
 
 def test_lipschitz_quotients_stay_below_their_constants() -> None:
-    """Near pairs and far ones; L_f and L_g come near to what was sampled, L is a product of bounds."""
+    """For close and distant pairs; L_f and L_g are tight, L is a product of bounds."""
     found: dict[str, list[Tensor]] = {"L_f": [], "L_g": [], "L": []}
     for apart in (1e-3, 0.3, 3.0):
         w, step = models(5000, 1.0, 1), apart * models(5000, 1.0, 2)
@@ -123,7 +123,7 @@ def test_lipschitz_quotients_stay_below_their_constants() -> None:
 
 
 def test_variances_stay_below_their_constants() -> None:
-    """Exactly, over the atoms of the noise."""
+    """Exactly, over all values of the noise."""
     w = torch.cat([models(2000, 0.7), models(500, 6.0)])
     variances = {
         "sigma1": [(jacobian(w, e) - jacobian(w)).square().sum(dim=(-1, -2)) for e in SIGNS],
@@ -137,7 +137,7 @@ def test_variances_stay_below_their_constants() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_five_steps_of_lemma_3(seed: int) -> None:
-    """Each of the differences that its proof adds up stays below its own term, over independent batches of 5."""
+    """Each difference in its proof stays below its term, over independent batches of 5."""
     b, draws = LEAST_BATCH, 2000
     generator = torch.Generator().manual_seed(seed)
     w, away = models(1, 0.7, seed)[0], models(1, 0.7, 10 + seed)[0]
@@ -156,13 +156,13 @@ def test_the_five_steps_of_lemma_3(seed: int) -> None:
         share = (1 + ones) / 2
         return share * outer_slope(y, 1.0) + (1 - share) * outer_slope(y, -1.0)
 
-    there, here, exact = inner(away, e1, e2), inner(w, e1, e2), inner(w)
+    moved, start, exact = inner(away, e1, e2), inner(w, e1, e2), inner(w)
     path = [
-        pulled(jacobian(away, e1), slope(there)),
-        pulled(jacobian(w, e1), slope(there)),
-        pulled(jacobian(w, e1), mean_slope(there)),
-        pulled(jacobian(w), mean_slope(there)),
-        pulled(jacobian(w), mean_slope(here)),
+        pulled(jacobian(away, e1), slope(moved)),
+        pulled(jacobian(w, e1), slope(moved)),
+        pulled(jacobian(w, e1), mean_slope(moved)),
+        pulled(jacobian(w), mean_slope(moved)),
+        pulled(jacobian(w), mean_slope(start)),
         pulled(jacobian(w), mean_slope(exact)).expand(draws, -1, -1),
     ]
     found = [(a - z).square().sum(dim=-1).mean(dim=0) for a, z in pairwise(path)]
@@ -170,16 +170,16 @@ def test_the_five_steps_of_lemma_3(seed: int) -> None:
         assert float(value.min()) > 0 and float(value.max()) < bound
 
 
-def test_the_bias_for_large_batches_is_that_of_the_exact_law() -> None:
-    """E u over the binomial law of a batch's mean noise, against the Taylor expansion."""
+def test_bias_limit_against_the_exact_expectation() -> None:
+    """E u over the binomial distribution of a batch's mean noise, against the Taylor expansion."""
     w, b = torch.tensor([0.5, 0.4], dtype=F64), 200
     heads = torch.arange(b + 1, dtype=F64)
     log_weight = math.lgamma(b + 1) - torch.lgamma(heads + 1) - torch.lgamma(b - heads + 1) - b * math.log(2)
     weight, noise = log_weight.exp(), 2 * heads / b - 1
     y0 = PROBLEM.inner_mean(w)
     y = (1 + S1 * noise[:, None, None, None]) * y0 + S2 * noise[:, None, None] * PROBLEM.v
-    factor = (1 + S1 * noise[:, None, None, None]) * PROBLEM.outer_slope(y)
-    expected = torch.einsum("a,b,abnd->nd", weight, weight, PROBLEM.pull(y0, factor)).mean(dim=0)
+    factor = (1 + S1 * noise[:, None, None, None]) * PROBLEM.outer_gradient(y)
+    expected = torch.einsum("a,b,abnd->nd", weight, weight, PROBLEM.vjp(y0, factor)).mean(dim=0)
     bias = expected - PROBLEM.gradient(w)
     assert torch.allclose(b * bias, PROBLEM.bias_limit(w), rtol=0.03)
 
@@ -197,7 +197,7 @@ def test_the_linear_part_is_the_derivative_in_the_noise() -> None:
             assert torch.allclose(PROBLEM.linear_part(w, i, noise[:2], noise[2:]), expected[i, :, k], atol=1e-13)
 
 
-# The bounds, as the paper writes them.
+# The paper's bounds.
 
 
 def test_the_bounds_are_the_papers() -> None:
@@ -241,8 +241,8 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def test_bounds_are_above_what_is_measured(tmp_path: Path) -> None:
-    """A small preset from end to end: the tables, the slopes, the bounds and the figure."""
-    theory.write(tmp_path, point_files.measured(tmp_path, TINY, workers=1))
+    """A small preset end to end: tables, slopes, bounds and the figure."""
+    theory.write(tmp_path, point_files.measure(tmp_path, TINY, workers=1))
     rows = read(tmp_path / "theory.csv")
     bounded = [row for row in rows if row["bound"]]
     assert {row["quantity"] for row in bounded} == {
@@ -325,8 +325,8 @@ def test_without_noise_there_is_no_bias() -> None:
     assert all(value < 1e-14 for value in rows.values())
 
 
-def test_the_root_mean_square_error_of_the_inner_value() -> None:
-    """It is known: sqrt((S1^2 ||E f||^2 + S2^2) / b), at the model where the bias is measured."""
+def test_rms_error_of_the_inner_value() -> None:
+    """Its exact value is sqrt((S1^2 ||E f||^2 + S2^2) / b), at the model where the bias is measured."""
     rows = {row["quantity"]: row for row in Bias(16, 2, 0).rows()}
     inner_mean = PROBLEM.inner_mean(torch.tensor([0.5, 0.4], dtype=F64))
     expected = math.sqrt((S1**2 * float(inner_mean.square().sum(dim=-1).mean()) + S2**2) / 16)
@@ -340,7 +340,7 @@ def test_the_root_mean_square_error_of_the_inner_value() -> None:
 
 
 def test_the_plus_sign_is_needed() -> None:
-    """Without it the theorem's bound is below what is measured; with it, above."""
+    """Without it, the bound is below the measured value; with it, above."""
     whole, printed = Plus(2048).rows()
     assert printed["bound"] < 0.6 * printed["value"] < printed["value"] == whole["value"] < whole["bound"]
 
@@ -367,7 +367,7 @@ def test_the_constants_of_that_problem() -> None:
         assert torch.allclose(found, slope, atol=1e-14)
 
 
-# Points are stored, and only what is missing is run.
+# Stored points are not measured again.
 
 
 def test_finished_points_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,44 +384,44 @@ def test_finished_points_are_not_run_again(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Rate, "rows", counted)
     with pytest.raises(KeyboardInterrupt):
-        point_files.measured(tmp_path, points, workers=1)
-    first = point_files.measured(tmp_path, points, workers=1)
+        point_files.measure(tmp_path, points, workers=1)
+    first = point_files.measure(tmp_path, points, workers=1)
     assert ran == [0, 1, 2, 2]
-    assert point_files.measured(tmp_path, points, workers=1) == first
+    assert point_files.measure(tmp_path, points, workers=1) == first
     assert ran == [0, 1, 2, 2] and [row["seed"] for row in first] == [0] * 3 + [1] * 3 + [2] * 3
 
 
 def test_a_damaged_point_is_run_again(tmp_path: Path) -> None:
     points: list[Point] = [Drift(1, 0.1, 0)]
-    first = point_files.measured(tmp_path, points, workers=1)
+    first = point_files.measure(tmp_path, points, workers=1)
     (place,) = (tmp_path / "theory-points").iterdir()
     place.write_text(place.read_text()[:20])
-    assert point_files.measured(tmp_path, points, workers=1) == first
+    assert point_files.measure(tmp_path, points, workers=1) == first
     assert json.loads(place.read_text()) == first
 
 
-def test_points_of_other_settings_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_of_other_settings_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     point = Rate("b = T", 32, 0)
-    before = point_files.name(point)
-    assert before != point_files.name(Rate("b = T", 32, 1))
+    before = point_files.file_stem(point)
+    assert before != point_files.file_stem(Rate("b = T", 32, 1))
     monkeypatch.setattr(point_files, "SETTINGS", "others")
-    assert point_files.name(point) != before
+    assert point_files.file_stem(point) != before
 
 
-def test_processes_find_what_one_process_finds(tmp_path: Path) -> None:
+def test_workers_give_the_same_rows(tmp_path: Path) -> None:
     points: list[Point] = [Drift(2, 0.1, seed) for seed in range(2)]
-    side_by_side = point_files.measured(tmp_path / "two", points, workers=2)
-    assert side_by_side == point_files.measured(tmp_path / "one", points, workers=1)
+    in_workers = point_files.measure(tmp_path / "two", points, workers=2)
+    assert in_workers == point_files.measure(tmp_path / "one", points, workers=1)
 
 
-def test_what_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="preset"):
         theory.run(tmp_path, "slow", None)
     with pytest.raises(ConfigError, match="seeds"):
         theory.run(tmp_path, "quick", 0)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="another --out"):
-        point_files.measured(tmp_path / "file", TINY, workers=1)
+        point_files.measure(tmp_path / "file", TINY, workers=1)
     monkeypatch.setattr(theory, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="`plot`"):
         theory.run(tmp_path / "new", "quick", None)
@@ -429,7 +429,7 @@ def test_what_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("preset", theory.PRESETS.values(), ids=theory.PRESETS)
-def test_presets_are_sound(preset: theory.Preset) -> None:
+def test_presets_are_valid(preset: theory.Preset) -> None:
     points = preset.points(preset.seeds)
     assert preset.seeds >= 3 and len(set(points)) == len(points)
     rates = [point for point in points if isinstance(point, Rate)]
@@ -441,7 +441,7 @@ def test_presets_are_sound(preset: theory.Preset) -> None:
 # The fit.
 
 
-def test_a_power_law_is_found_exactly() -> None:
+def test_power_law_is_exact() -> None:
     x = [2.0**k for k in range(4, 12)]
     slope, error = power_law(x, [3 * value**-0.5 for value in x])
     assert slope == pytest.approx(-0.5, abs=1e-13) and error < 1e-13
@@ -453,7 +453,7 @@ def test_the_error_of_a_slope() -> None:
     assert (slope, error) == (pytest.approx(1), pytest.approx(math.sqrt(3)))
 
 
-def test_no_slope_from_one_place() -> None:
+def test_too_few_points_for_a_slope() -> None:
     assert all(map(math.isnan, power_law([2, 2], [1, 3])))
     assert math.isnan(power_law([1, 2], [1, 2])[1])
 
@@ -468,6 +468,6 @@ def test_the_summary_of_known_rows() -> None:
     (row,) = summarise(rows)
     assert row["slope"] == pytest.approx(-1) and row["last_slope"] == pytest.approx(-1)
     assert row["least_bound_over_value"] == pytest.approx(4) and row["above_bound"] == 0
-    assert places(rows)[0].error == pytest.approx(0.5 / 4)
+    assert series_points(rows)[0].error == pytest.approx(0.5 / 4)
     rows[0]["value"] = rows[1]["value"] = 10.0
     assert summarise(rows)[0]["above_bound"] == 1

@@ -1,4 +1,4 @@
-"""A run that is stopped at any instant and resumed is the same run, to the bit."""
+"""A run that is stopped at any instant and resumed is the same run, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import comfedl as cf
-from comfedl.core.reply_validation import Screen
+from comfedl.core.reply_validation import ReplyValidator
 from comfedl.engines.embedded import Embedded
 from comfedl.training import checkpoint, run_folder
 from comfedl.training.callbacks import Callback
@@ -86,7 +86,7 @@ def test_a_stopped_run_goes_on_to_the_bit(three_clients: cf.FederatedData, tmp_p
 def test_the_model_of_a_resumed_run_lies_in_memory_as_that_of_a_run(
     three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a tensor begins, within the 64 bytes that torch gives it, decides on how a product of it is rounded."""
+    """A tensor's alignment within torch's 64 bytes decides how its products are rounded."""
     seen: list[int] = []
     ask = Embedded.run
     with pytest.raises(RuntimeError, match="a bug"):
@@ -145,7 +145,7 @@ def test_without_a_number_a_checkpoint_comes_by_the_clock(
 
 
 def child(fed: cf.FederatedData, out: Path) -> int:
-    """Run in a process of its own; it gives back the process's number."""
+    """Run in a new process, and return its id."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -185,7 +185,7 @@ def test_a_run_killed_at_twenty_instants(three_clients: cf.FederatedData, tmp_pa
 def test_a_kill_in_the_middle_of_a_checkpoint(
     three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """Every call to the system in a checkpoint's write is a place to die: the one before it serves."""
+    """Die at every system call of a checkpoint's write: the previous checkpoint is used."""
     run(three_clients, tmp_path / "whole")
     calls = 0
 
@@ -206,7 +206,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint(
         for name in ("fsync", "replace", "open"):
             patched.setattr(checkpoint.os, name, dying(getattr(os, name)))
         # Death leaves no time to clean up.
-        patched.setattr(run_folder.RunFolder, "_clean", lambda self, error: None)
+        patched.setattr(run_folder.RunFolder, "_clean_up", lambda self, error: None)
         patched.setattr(checkpoint.shutil, "rmtree", lambda *arguments, **options: None)
         with pytest.raises(Killed):
             run(three_clients, tmp_path / "cut")
@@ -296,14 +296,14 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_serves(
 def test_when_no_checkpoint_is_whole_it_says_so(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     for saved in stopped(three_clients, tmp_path / "cut"):
         (saved / "meta.json").write_bytes(b"{}")
-    with pytest.warns(UserWarning), pytest.raises(cf.RunFolderError, match=r"No checkpoint .* is whole; .* --force"):
+    with pytest.warns(UserWarning), pytest.raises(cf.RunFolderError, match=r"All checkpoints .* damaged; .* --force"):
         run(three_clients, tmp_path / "cut", resume=True)
 
 
 def test_a_checkpoint_from_the_future(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     last = stopped(three_clients, tmp_path / "cut")[-1] / "meta.json"
-    meta = json.loads(checkpoint._unsealed(last.read_bytes()))
-    last.write_bytes(checkpoint._sealed(json.dumps(meta | {"version": 99}).encode()))
+    meta = json.loads(checkpoint._verified(last.read_bytes()))
+    last.write_bytes(checkpoint._with_checksum(json.dumps(meta | {"version": 99}).encode()))
     with pytest.raises(cf.RunFolderError, match=r"another version .*format 99.*--force"):
         run(three_clients, tmp_path / "cut", resume=True)
 
@@ -316,7 +316,7 @@ def test_nothing_is_a_pickle(three_clients: cf.FederatedData, tmp_path: Path) ->
 
 def test_another_config_is_not_resumed(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     stopped(three_clients, tmp_path / "cut")
-    with pytest.raises(cf.RunFolderError, match=r"another config .*rounds = 12 there, rounds = 13 here"):
+    with pytest.raises(cf.RunFolderError, match=r"another config .*rounds = 12 in the folder, rounds = 13 given"):
         run(three_clients, tmp_path / "cut", resume=True, rounds=13)
 
 
@@ -482,7 +482,7 @@ def test_a_stopped_run_of_many_clients_goes_on_to_the_bit(
 
 @pytest.mark.parametrize("method", METHODS[2:4], ids=lambda method: method.name)
 def test_a_state_of_another_form_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any) -> None:
-    """As a version leaves it that keeps it otherwise; here by another limit for few clients."""
+    """As written by another version; simulated by another limit for few clients."""
     for part in ("client_vector", "dual_weights"):
         monkeypatch.setattr(f"comfedl.core.{part}.FEW", 8)
     with pytest.raises(RuntimeError):
@@ -507,15 +507,15 @@ def test_the_same_clients_are_evaluated_after_a_resume(tmp_path: Path) -> None:
 def test_states_are_those_before_a_round_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quorum is missed in round 5, after its clients have trained: the checkpoint is that of round 4."""
     whole = run(many(), tmp_path / "whole", clients_per_round=8)
-    passed = Screen.passed
+    validate = ReplyValidator.validate
 
-    def missed(self: Screen, round: int, asked: Any, replies: Any, sends: Any) -> Any:
+    def missed(self: ReplyValidator, round: int, asked: Any, replies: Any, sends: Any) -> Any:
         if round == 5 and "model" in sends:
             raise QuorumError("too few")
-        return passed(self, round, asked, replies, sends)
+        return validate(self, round, asked, replies, sends)
 
     with monkeypatch.context() as patched, pytest.raises(QuorumError):
-        patched.setattr(Screen, "passed", missed)
+        patched.setattr(ReplyValidator, "validate", missed)
         run(many(), tmp_path / "cut", clients_per_round=8, checkpoint_every=1000)
     assert [path.name for path in (tmp_path / "cut" / "checkpoint").iterdir()] == ["round-000000004"]
     config = tmp_path / "cut" / "config.toml"

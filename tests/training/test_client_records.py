@@ -1,4 +1,4 @@
-"""The records of clients: flat arrays that read as the rows they stand for."""
+"""Per-client records: flat arrays that read as rows."""
 
 from __future__ import annotations
 

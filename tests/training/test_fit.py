@@ -1,4 +1,4 @@
-"""fit(): what a run gives, and every mistake as a typed error that says who and what, with nothing written."""
+"""fit(): the result of a run, and a clear typed error for every mistake, with nothing written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def samples(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 4, generator=generator), torch.arange(count) % 3
 
 
-# What a run gives.
+# The result of a run.
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_callbacks_hear_of_a_failure(three_clients: cf.FederatedData, error: typ
         ({"model": {}}, ["model", "Composition"]),
         ({"model": {"w": torch.zeros(3)}}, ["dict", "Composition"]),
         ({"model": {"w": [1.0]}}, ["'w'", "tensor"]),
-        ({"model": {"w": torch.zeros(3, dtype=torch.long)}}, ["'w'", "real numbers"]),
+        ({"model": {"w": torch.zeros(3, dtype=torch.long)}}, ["'w'", "floating-point tensor"]),
     ],
 )
 def test_an_argument_that_cannot_be_is_named(
@@ -395,7 +395,7 @@ def test_held_out_data_that_cannot_be(split: str) -> None:
         (nn.Linear(4, 3), (X, Y - 1), ["'a'", "label -1", "0 to 2"]),
         (nn.Linear(5, 3), (X, Y), ["(4,)", "cannot be applied"]),
         (nn.Linear(4, 3), (X.long(), Y), ["int64", "cannot be applied"]),
-        (nn.Linear(4, 3), (X, Y.float()), ["whole-number", "float"]),
+        (nn.Linear(4, 3), (X, Y.float()), ["integer label", "float"]),
         (nn.Linear(4, 3), (X, Y[:, None]), ["(1,)", "label"]),
         (nn.Sequential(nn.Linear(4, 3), nn.Unflatten(1, (3, 1))), (X, Y), ["[samples, classes]", "(2, 3, 1)"]),
         (nn.Sequential(nn.Linear(4, 3), nn.Flatten(0)), (X, Y), ["[samples, classes]"]),
@@ -433,7 +433,7 @@ def test_a_batch_of_one_with_batch_norm_is_no_raw_error(kind: str) -> None:
         assert "batch" in str(error).lower()
 
 
-# Training that leaves the finite numbers.
+# Training that diverges.
 
 
 def test_training_that_diverges_names_round_and_client(three_clients: cf.FederatedData, tmp_path: Path) -> None:

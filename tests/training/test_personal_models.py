@@ -1,4 +1,4 @@
-"""Personal models of many clients: one safetensors file, written piece by piece and read a row at a time."""
+"""Personal models of many clients: one safetensors file, written in batches and read row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as it goes: the display in a terminal, silence in a pipe, JSON for machines, and watch from outside."""
+"""Progress of a run: a display in a terminal, silence in a pipe, JSON lines, and ``watch`` from outside."""
 
 from __future__ import annotations
 

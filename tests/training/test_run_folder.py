@@ -1,4 +1,4 @@
-"""A run's folder: whole or not there; what it replaces comes back, and what is not its own is never touched."""
+"""A run folder: complete or absent; a replaced run is restored on failure, and other files are never touched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OWN = {"config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.sa
 
 
 class Stops(cf.Callback):
-    """Ends a run after its second round, or where it is told to."""
+    """Fails after the second round, or at the given moment."""
 
     def __init__(self, error: BaseException, at: str = "round_done") -> None:
         self.error, self.at = error, at
@@ -58,7 +58,7 @@ def content(folder: Path) -> dict[str, bytes | None]:
 
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """No file may grow beyond so many bytes, as on a full disk."""
+    """Limit the size of files, as on a full disk."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -309,7 +309,7 @@ def test_a_callback_that_fails_at_the_very_end_costs_no_run(
 def test_a_run_that_fails_leaves_what_is_not_its_own(
     three_clients: cf.FederatedData, tmp_path: Path, failure: str
 ) -> None:
-    """The reader's folder may have names of ours in it; a run that has not written them may not remove them."""
+    """The user's folder may contain files with our names; a run that did not write them must not remove them."""
     for name in ("checkpoint/best.pt", "personal/photo.jpg", "model.safetensors", "clients.jsonl", "notes.txt"):
         (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "project" / name).write_text("mine")

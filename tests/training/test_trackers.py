@@ -1,4 +1,4 @@
-"""TensorBoard and MLflow, read back by their own readers."""
+"""TensorBoard and MLflow, checked with their own readers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "ResourceWarning")
 ]
 
-os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # a test asks nobody for anything
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # no network in tests
 
 SETTINGS = {"rounds": 4, "seed": 0, "algorithm": {"name": "comfedl", "outer": {"name": "kl", "gamma": 0.2}}}
 
 
 class Killed(Exception):
-    """Stands for a kill: the run ends, and its callbacks are not told."""
+    """Simulates a kill: the run ends without calling its callbacks."""
 
 
 class KillAfter(cf.Callback):
@@ -178,7 +178,7 @@ def test_mlflow_that_cannot_be_reached(
             if number == 2:
                 self._run = "gone"
 
-    with pytest.warns(UserWarning, match="MLflow is not told any more"):
+    with pytest.warns(UserWarning, match="Logging to MLflow has stopped"):
         result = train(three_clients, tmp_path / "run", Breaks(SETTINGS))
     assert [row["round"] for row in result.rounds] == [1, 2, 3, 4]
 

@@ -1,4 +1,4 @@
-"""Searches: real studies in SQLite that are the same again, go on after a kill, and never try a point twice."""
+"""Searches: real studies in SQLite that are reproducible, resume after a kill, and never try a point twice."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from comfedl.cli.tables import show_trials
 from comfedl.config.schema import parse_config, read_config, run_config
 from comfedl.tuning import run_trial as trial_module
 from comfedl.tuning import worker_pool
-from comfedl.tuning.interrupts import Stops
+from comfedl.tuning.interrupts import InterruptGuard
 from comfedl.tuning.plan import Plan, make_plan
-from comfedl.tuning.run_trial import COMPLETE, Data, Outcome, Task, run_task
+from comfedl.tuning.run_trial import COMPLETE, DataCache, Outcome, Task, run_task
 from comfedl.tuning.search import Tuned, tune
 from comfedl.utils.errors import ComfedlError, ConfigError, RunFolderError
 from comfedl.utils.lock import release_lock, take_lock
@@ -56,7 +56,7 @@ GRID = {"algorithm.lr": [0.05, 0.5, 1.0], "algorithm.local_steps": [1, 3]}
 
 
 def write(folder: Path, space: dict[str, Any] | None = None, **changes: Any) -> Path:
-    """A config as a file, with a table [tune]."""
+    """Write a config file, with a table [tune]."""
     settings = {**SETTINGS, **changes, **({} if space is None else {"tune": space})}
     path = folder / "config.toml"
     path.write_text(to_toml(settings))
@@ -66,7 +66,7 @@ def write(folder: Path, space: dict[str, Any] | None = None, **changes: Any) -> 
 def search(
     folder: Path, name: str = "study", space: dict[str, Any] | None = None, jobs: int = 1, **options: Any
 ) -> Tuned:
-    """A whole search over a grid, or as the options say."""
+    """Run a search over the grid, or as the options say."""
     changes = options.pop("changes", {})
     plan = make_plan(write(folder, space or GRID, **changes), **{"sampler": "grid", **options})
     return tune(plan, folder / name, jobs)
@@ -78,7 +78,7 @@ def trials(folder: Path, name: str = "study") -> list[optuna.trial.FrozenTrial]:
 
 
 def done(tuned: Tuned) -> dict[str, Any]:
-    """Every point that has come to its end with its value; a point that has done so twice is an error."""
+    """State and value of every point that was not interrupted, none of them twice."""
     points = [
         (json.dumps(trial.params, sort_keys=True), trial) for trial in tuned.trials if trial.state != "interrupted"
     ]
@@ -86,7 +86,7 @@ def done(tuned: Tuned) -> dict[str, Any]:
     return {point: (trial.state, trial.value) for point, trial in points}
 
 
-# What is searched.
+# The search space.
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def done(tuned: Tuned) -> dict[str, Any]:
     ],
     ids=lambda part: part["name"] if isinstance(part, dict) else None,
 )
-def test_the_papers_grid(tmp_path: Path, method: dict[str, Any], keys: set[str], size: int) -> None:
+def test_paper_grid(tmp_path: Path, method: dict[str, Any], keys: set[str], size: int) -> None:
     plan = make_plan(write(tmp_path, algorithm=method), grid="paper")
     assert (plan.sampler, plan.trials, set(plan.space)) == ("grid", size, {f"algorithm.{key}" for key in keys})
     assert plan.space["algorithm.lr"].values == (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
-def test_the_papers_other_lists(tmp_path: Path) -> None:
+def test_paper_grid_values(tmp_path: Path) -> None:
     lists = {}
     for name in ("comfedl-damaml", "drfa", "q-fedavg", "ditto"):
         lists |= make_plan(write(tmp_path, algorithm={"name": name}), grid="paper").space
@@ -131,13 +131,13 @@ def test_the_papers_other_lists(tmp_path: Path) -> None:
     [({"name": name}, name) for name in ("afl", "term", "delta-fl")]
     + [({"name": "comfedl", "outer": {"name": "cvar", "level": 0.5}}, "cvar")],
 )
-def test_the_paper_has_no_other_grid(tmp_path: Path, method: dict[str, Any], word: str) -> None:
+def test_methods_without_a_paper_grid(tmp_path: Path, method: dict[str, Any], word: str) -> None:
     assert {"afl", "term", "delta-fl"} < set(ALGORITHMS)
     with pytest.raises(ConfigError, match=f"no grid for .*'{word}'"):
         make_plan(write(tmp_path, algorithm=method), grid="paper")
 
 
-def test_a_space_is_written_as_a_config_is(tmp_path: Path) -> None:
+def test_spellings_of_a_space(tmp_path: Path) -> None:
     """Quoted paths, dotted keys and tables are the same."""
     lines = {
         "quoted": '"algorithm.lr" = [0.1, 0.2]\n"algorithm.local_steps" = { low = 1, high = 9 }',
@@ -168,13 +168,13 @@ def test_a_space_is_written_as_a_config_is(tmp_path: Path) -> None:
         ({"algorithm.lr": {"low": "a", "high": 1}}, "algorithm.lr.low is 'a', but it must be a number"),
         ({"algorithm.lr": {"low": 0.1, "high": float("inf")}}, "algorithm.lr.high is inf"),
         ({"algorithm.lr": {"low": 0.1, "high": 1.0, "log": 1}}, "log is 1, but it must be true or false"),
-        ({"algorithm.lr": {"low": 0.0, "high": 1.0, "log": True}}, "begins above 0"),
+        ({"algorithm.lr": {"low": 0.0, "high": 1.0, "log": True}}, "must start above 0"),
         ({"algorithm.lr": {"low": 0.1, "high": 1.0, "step": 0.1}}, "'step', but a range has low, high and log"),
         ({"algorithm.lr": {"low": -1.0, "high": 1.0}}, "lr is -1.0, but it must be a number above 0"),
         ({"algorithm.lr": [0.1, -1.0]}, "lr is -1.0, but it must be a number above 0"),
         ({"algorithm.learning_rate": [0.1]}, "did you mean 'lr'"),
         ({"algorithm.local_steps": [1.5]}, "algorithm.local_steps is 1.5"),
-        ({"algorithm.outer.gamma": [1.0]}, "algorithm.outer is not a key that fedavg has"),
+        ({"algorithm.outer.gamma": [1.0]}, "algorithm.outer is not a key of fedavg"),
         ({"algorithm.lr.deep": [0.1]}, "which is 0.1 and not a table"),
         ({"algorithm": {"lr": [0.1]}, "algorithm.lr": [0.2]}, "given twice"),
         ({"seed": [0, 1]}, "seed cannot be searched"),
@@ -182,7 +182,7 @@ def test_a_space_is_written_as_a_config_is(tmp_path: Path) -> None:
         ({"rounds": [10, 20]}, "rounds cannot be searched"),
     ],
 )
-def test_a_space_that_cannot_be_searched(tmp_path: Path, space: dict[str, Any], words: str) -> None:
+def test_invalid_spaces(tmp_path: Path, space: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_plan(write(tmp_path, space))
     assert words in str(error.value) and "\n" not in str(error.value)
@@ -192,7 +192,7 @@ def test_a_space_that_cannot_be_searched(tmp_path: Path, space: dict[str, Any], 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"metric": "test.accuracy.worst"}, "test data are for judging what was chosen without them"),
+        ({"metric": "test.accuracy.worst"}, "test data must not select hyper-parameters"),
         ({"metric": "validation.accuracy"}, "must be like validation.accuracy.worst"),
         ({"metric": "validation.accuracy.best"}, "one of mean, worst, worst10, std"),
         ({"metric": "objective"}, "must be like validation.accuracy.worst"),
@@ -208,7 +208,7 @@ def test_a_space_that_cannot_be_searched(tmp_path: Path, space: dict[str, Any], 
         ({"changes": ["algorithm.name=nothing"]}, "'nothing', which is unknown"),
     ],
 )
-def test_a_search_that_cannot_be(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_invalid_options(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_plan(write(tmp_path, {"algorithm.lr": {"low": 0.1, "high": 1.0}}), **options)
     assert words in str(error.value) and "\n" not in str(error.value)
@@ -219,7 +219,7 @@ def test_nothing_to_search(tmp_path: Path) -> None:
         make_plan(write(tmp_path))
 
 
-def test_a_config_with_a_space_runs_as_ever(tmp_path: Path) -> None:
+def test_run_ignores_the_tune_table(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, GRID))
     assert config.resolved() == read_config(write(tmp_path)).resolved()
     assert run_config(config).rounds
@@ -230,12 +230,12 @@ def test_a_config_with_a_space_runs_as_ever(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tuned]:
-    """A search over the grid that nothing has stopped."""
+    """An uninterrupted search over the grid."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, search(folder)
 
 
-def test_a_grid_is_tried_point_by_point(whole: tuple[Path, Tuned]) -> None:
+def test_grid_search_tries_every_point(whole: tuple[Path, Tuned]) -> None:
     folder, tuned = whole
     assert len(done(tuned)) == 6 and not tuned.interrupted
     assert {"best.toml", "study.db"} <= set(os.listdir(folder / "study"))
@@ -246,7 +246,7 @@ def test_a_grid_is_tried_point_by_point(whole: tuple[Path, Tuned]) -> None:
     assert values == sorted(values, reverse=True) and values[0] == max(trial.value for trial in found)
 
 
-def test_the_best_config_gives_the_studys_value_to_the_bit(whole: tuple[Path, Tuned]) -> None:
+def test_best_config_reproduces_the_best_value_exactly(whole: tuple[Path, Tuned]) -> None:
     _, tuned = whole
     best = tuned.trials[0]
     assert tuned.best is not None
@@ -264,7 +264,7 @@ def test_the_best_config_gives_the_studys_value_to_the_bit(whole: tuple[Path, Tu
 
 def test_a_trial_never_sees_test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config(write(tmp_path))
-    assert config.make_data().test is not None and Data()(config).test is None
+    assert config.make_data().test is not None and DataCache()(config).test is None
     seen: list[str] = []
 
     def watched(config: Any, **options: Any) -> Any:
@@ -273,12 +273,14 @@ def test_a_trial_never_sees_test_data(tmp_path: Path, monkeypatch: pytest.Monkey
         return result
 
     monkeypatch.setattr(trial_module, "run_config", watched)
-    outcome = run_task(Task(0, SETTINGS, 1, "validation.accuracy.worst"), Data(), lambda step, value, heaviest: False)
+    outcome = run_task(
+        Task(0, SETTINGS, 1, "validation.accuracy.worst"), DataCache(), lambda step, value, heaviest: False
+    )
     assert outcome.state == COMPLETE
     assert "validation.loss.mean" in seen and not [name for name in seen if "test" in name]
 
 
-def test_the_table_and_what_to_do_next(whole: tuple[Path, Tuned]) -> None:
+def test_result_table_and_next_steps(whole: tuple[Path, Tuned]) -> None:
     folder, tuned = whole
     table = show_trials(tuned)
     assert [column.header for column in table.columns][:3] == [
@@ -292,7 +294,7 @@ def test_the_table_and_what_to_do_next(whole: tuple[Path, Tuned]) -> None:
     assert "optuna-dashboard sqlite:///" in tuned.opening and "test" in tuned.caution
 
 
-def test_a_loss_is_made_small(tmp_path: Path) -> None:
+def test_losses_are_minimised(tmp_path: Path) -> None:
     tuned = search(tmp_path, metric="validation.loss.mean", trials=3)
     values = [trial.value for trial in tuned.trials]
     assert len(values) == 3 and values == sorted(values)
@@ -300,7 +302,7 @@ def test_a_loss_is_made_small(tmp_path: Path) -> None:
     assert study.direction == optuna.study.StudyDirection.MINIMIZE and study.best_value == values[0]
 
 
-def test_a_sample_of_clients_is_enough_to_judge_by(tmp_path: Path) -> None:
+def test_eval_clients_is_enough_for_a_value(tmp_path: Path) -> None:
     tuned = search(tmp_path, space={"algorithm.lr": [0.5]}, changes={"eval_clients": 2})
     assert [trial.value is not None for trial in tuned.trials] == [True]
 
@@ -322,7 +324,7 @@ def test_the_value_is_the_mean_over_seeds(tmp_path: Path) -> None:
     assert found.intermediate_values == dict(enumerate(curves[0] + means, start=1))
 
 
-def test_tables_can_be_chosen_among(tmp_path: Path) -> None:
+def test_tables_as_choices(tmp_path: Path) -> None:
     space = {"algorithm.outer": [{"name": "kl", "gamma": 0.2}, {"name": "cvar", "level": 0.5}]}
     method = {"name": "comfedl", "lr": 0.5, "outer": {"name": "identity"}}
     tuned = search(tmp_path, space=space, changes={"algorithm": method})
@@ -333,8 +335,8 @@ def test_tables_can_be_chosen_among(tmp_path: Path) -> None:
 SPACE = {"algorithm.lr": {"low": 0.01, "high": 2.0, "log": True}, "algorithm.local_steps": {"low": 1, "high": 4}}
 
 
-def story(folder: Path, name: str) -> list[Any]:
-    """All that a study holds of trials that came to their end, but for the time it took."""
+def stored_trials(folder: Path, name: str) -> list[Any]:
+    """Everything a study stores about completed and pruned trials, except times."""
     return [
         (trial.params, trial.values, trial.intermediate_values, trial.user_attrs["ended"])
         for trial in trials(folder, name)
@@ -342,22 +344,24 @@ def story(folder: Path, name: str) -> list[Any]:
     ]
 
 
-def test_the_same_seed_is_the_same_search(tmp_path: Path) -> None:
-    """And one that is stopped after some trials and goes on; ``trials`` counts in total."""
+def test_the_same_seed_gives_the_same_search(tmp_path: Path) -> None:
+    """Also if it stops after some trials and resumes; ``trials`` is the total."""
     options: dict[str, Any] = {"space": SPACE, "sampler": "tpe", "pruner": "median"}
     search(tmp_path, "whole", trials=12, **options)
     search(tmp_path, "again", trials=11, **options)
-    assert len(story(tmp_path, "again")) == 11
+    assert len(stored_trials(tmp_path, "again")) == 11
     search(tmp_path, "again", trials=12, **options)
-    assert story(tmp_path, "again") == story(tmp_path, "whole")
+    assert stored_trials(tmp_path, "again") == stored_trials(tmp_path, "whole")
     search(tmp_path, "again", trials=12, **options)
     assert len(trials(tmp_path, "again")) == 12
     search(tmp_path, "other", trials=3, changes={"seed": 1}, **options)
-    assert [part[0] for part in story(tmp_path, "other")] != [part[0] for part in story(tmp_path, "whole")[:3]]
-    assert all(isinstance(params["algorithm.local_steps"], int) for params, *_ in story(tmp_path, "whole"))
+    assert [part[0] for part in stored_trials(tmp_path, "other")] != [
+        part[0] for part in stored_trials(tmp_path, "whole")[:3]
+    ]
+    assert all(isinstance(params["algorithm.local_steps"], int) for params, *_ in stored_trials(tmp_path, "whole"))
 
 
-# Trials that do not come to their end.
+# Trials that do not complete.
 
 
 @pytest.mark.parametrize("pruner", ["median", "hyperband"])
@@ -371,28 +375,26 @@ def test_bad_trials_are_pruned(tmp_path: Path, pruner: str) -> None:
     assert {trial.number for trial in tuned.trials if trial.state == "pruned"} == {trial.number for trial in pruned}
 
 
-def test_a_trial_that_diverges_is_told_and_the_search_goes_on(tmp_path: Path) -> None:
+def test_a_diverged_trial_does_not_stop_the_search(tmp_path: Path) -> None:
     tuned = search(tmp_path, space={"algorithm.lr": [0.1, 1e38]})
     assert [trial.state for trial in tuned.trials] == ["complete", "diverged"]
     assert "Round 1" in tuned.trials[1].reason and tuned.trials[1].value is None
     assert [trial.state for trial in trials(tmp_path) if trial.params["algorithm.lr"] == 1e38] == [TrialState.PRUNED]
 
 
-def test_a_trial_that_loses_clients_is_not_judged_by_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_that_loses_clients_has_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its worst client a trial would look better than it is."""
-    evaluated = trial_module._Reporter.evaluated
+    evaluated = trial_module._MetricReporter.evaluated
 
     def shorter(self: Any, row: Any, clients: Any) -> None:
         evaluated(self, row, clients[:-1])
 
-    monkeypatch.setattr(trial_module._Reporter, "evaluated", shorter)
-    outcome = run_task(Task(0, SETTINGS, 1, "validation.accuracy.worst"), Data(), lambda step, value: False)
+    monkeypatch.setattr(trial_module._MetricReporter, "evaluated", shorter)
+    outcome = run_task(Task(0, SETTINGS, 1, "validation.accuracy.worst"), DataCache(), lambda step, value: False)
     assert outcome.state == "diverged" and "2 of 3 clients" in outcome.reason
 
 
-def test_a_point_that_cannot_be_run_is_told(tmp_path: Path) -> None:
+def test_an_invalid_point_is_a_failed_trial(tmp_path: Path) -> None:
     tuned = search(tmp_path, space={"clients_per_round": [2, 50]})
     assert [trial.state for trial in tuned.trials] == ["complete", "failed"]
     assert "clients_per_round is 50, but there are only 3 clients" in tuned.trials[1].reason
@@ -410,14 +412,14 @@ def test_a_point_that_cannot_be_run_is_told(tmp_path: Path) -> None:
         ({"name": "what?"}, "question mark"),
     ],
 )
-def test_an_error_leaves_nothing(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_an_early_error_leaves_no_files(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         search(tmp_path, **{"name": "deep/study", **options})
     assert words in str(error.value) and "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
-def test_another_search_is_not_gone_on_with(whole: tuple[Path, Tuned], tmp_path: Path) -> None:
+def test_another_search_in_the_folder_is_refused(whole: tuple[Path, Tuned], tmp_path: Path) -> None:
     shutil.copytree(whole[0] / "study", tmp_path / "study")
     for options, word in (
         ({"changes": {"rounds": 3}}, "config"),
@@ -432,7 +434,7 @@ def test_another_search_is_not_gone_on_with(whole: tuple[Path, Tuned], tmp_path:
     assert len(trials(tmp_path)) == 6
 
 
-def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+def test_unusable_folders(tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "study.db").write_text("This is not a database. " * 100)
     with pytest.raises(RunFolderError, match=r"study.db cannot be used \(file is not a database\)"):
@@ -457,7 +459,7 @@ def test_without_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def child(work: Callable[[], object]) -> int:
-    """Work in a process of its own; gives the process's number."""
+    """Run ``work`` in a forked process; return its pid."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -472,8 +474,8 @@ def child(work: Callable[[], object]) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork, reads /proc")
 @pytest.mark.parametrize("sampler", ["grid", "tpe"])
-def test_a_search_killed_again_and_again(tmp_path: Path, sampler: str) -> None:
-    """SIGKILL at a random instant in each trial; what comes of it is the search that was not killed."""
+def test_a_search_killed_repeatedly(tmp_path: Path, sampler: str) -> None:
+    """SIGKILL at a random time in each trial gives the same result as an uninterrupted search."""
     options: dict[str, Any] = {"space": GRID if sampler == "grid" else SPACE, "sampler": sampler, "trials": 6}
     whole = search(tmp_path, "whole", **options)
     length = min(trial.seconds for trial in whole.trials if trial.seconds is not None)
@@ -491,51 +493,51 @@ def test_a_search_killed_again_and_again(tmp_path: Path, sampler: str) -> None:
     assert set(states) == {TrialState.COMPLETE, TrialState.FAIL}
     assert tuned.trials[0].params == whole.trials[0].params
     if sampler == "tpe":
-        assert story(tmp_path, "cut") == story(tmp_path, "whole")
+        assert stored_trials(tmp_path, "cut") == stored_trials(tmp_path, "whole")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 @pytest.mark.parametrize("sampler", ["grid", "tpe"])
-def test_every_write_is_a_place_to_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str) -> None:
-    """SIGKILL before each write of a trial in turn; and of the search that puts such a trial back."""
+def test_a_kill_before_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str) -> None:
+    """SIGKILL before each write of a trial in turn, and before each write of the search that requeues it."""
     monkeypatch.setattr(worker_pool, "run_task", _quick)
 
     def again(name: str = "cut", trials: int = 2) -> Tuned:
         return search(tmp_path, name, space=GRID if sampler == "grid" else SPACE, sampler=sampler, trials=trials)
 
     again("begun", 1)
-    for writes in range(30):  # until the kill is in the midst of a trial
+    for writes in range(30):  # until the kill hits a running trial
         shutil.rmtree(tmp_path / "in a trial", ignore_errors=True)
         shutil.copytree(tmp_path / "begun", tmp_path / "in a trial")
-        assert not _outlived(lambda: again("in a trial"), writes)
+        assert not _survives(lambda: again("in a trial"), writes)
         last = trials(tmp_path, "in a trial")[-1]
         if last.state == TrialState.RUNNING and len(last.params) == 2:
             break
     else:
-        pytest.fail("no kill was in the midst of a trial")
+        pytest.fail("no kill hit a running trial")
     whole = done(again("whole"))
     for begun, most in (("begun", 30), ("in a trial", 12)):
         for writes in range(most):
             shutil.copytree(tmp_path / begun, tmp_path / "cut")
-            outlived = _outlived(again, writes)
+            survived = _survives(again, writes)
             tuned = again()
             states = Counter(trial.state for trial in tuned.trials)
             assert len(done(tuned)) == states[COMPLETE] == 2 and set(states) <= {COMPLETE, "interrupted"}
             assert done(tuned) == whole
             shutil.rmtree(tmp_path / "cut")
-            if outlived:
+            if survived:
                 break
         assert writes > 6
 
 
-def _quick(task: Task, data: Data, report: Callable[[int, float, str], bool]) -> Outcome:
+def _quick(task: Task, data: DataCache, report: Callable[[int, float, str], bool]) -> Outcome:
     lr = task.settings["algorithm"]["lr"]
     report(1, lr, "")
     return Outcome(COMPLETE, [lr])
 
 
-def _outlived(work: Callable[[], object], writes: int) -> bool:
-    """Work in a process that is killed after so many writes; gives whether it came to its end before."""
+def _survives(work: Callable[[], object], writes: int) -> bool:
+    """Run ``work`` in a process that is killed after ``writes`` writes; return whether it finished first."""
     left = writes
 
     def execute(connection: object, cursor: object, statement: str, *rest: object) -> None:
@@ -554,7 +556,7 @@ def _outlived(work: Callable[[], object], writes: int) -> bool:
     return code == 0
 
 
-def test_jobs_try_the_same_points(whole: tuple[Path, Tuned], tmp_path: Path) -> None:
+def test_jobs_give_the_same_result(whole: tuple[Path, Tuned], tmp_path: Path) -> None:
     folder, one = whole
     two = search(tmp_path, jobs=2)
     assert done(two) == done(one)
@@ -575,7 +577,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork, reads /proc")
-def test_a_killed_search_with_jobs_goes_on(tmp_path: Path) -> None:
+def test_a_killed_search_with_jobs_resumes(tmp_path: Path) -> None:
     config = write(tmp_path, {"algorithm.lr": [round(0.1 + i / 50, 2) for i in range(12)]}, rounds=12)
     pid = child(lambda: tune(make_plan(config, sampler="grid"), tmp_path / "study", jobs=2))
     try:
@@ -590,7 +592,7 @@ def test_a_killed_search_with_jobs_goes_on(tmp_path: Path) -> None:
     assert 2 <= len(finished) < 12 and 1 <= len(running) <= 2
     deadline = time.monotonic() + 60
     while any(alive(process) for process in below):
-        assert time.monotonic() < deadline, "the processes of a killed search stay behind"
+        assert time.monotonic() < deadline, "workers outlive their killed search"
         time.sleep(0.02)
     tuned = tune(make_plan(config, sampler="grid"), tmp_path / "study")
     assert len(done(tuned)) == 12
@@ -600,15 +602,15 @@ def test_a_killed_search_with_jobs_goes_on(tmp_path: Path) -> None:
 
 
 def wait_for(folder: Path, complete: int, gone: Callable[[], bool]) -> None:
-    """Wait until a search in another process has so many trials and is in the next one.
+    """Wait until a search in another process has completed this many trials and runs the next.
 
-    Optuna itself would make the file if it could.
+    Read with sqlite3, since Optuna would create the file.
     """
     deadline, found = time.monotonic() + 600, -1
     while found < complete:
         assert not gone() and time.monotonic() < deadline
         time.sleep(0.03)
-        with contextlib.suppress(sqlite3.OperationalError), contextlib.ExitStack() as stack:  # it is being made
+        with contextlib.suppress(sqlite3.OperationalError), contextlib.ExitStack() as stack:  # not created yet
             database = sqlite3.connect(f"file:{folder}/study.db?mode=ro", uri=True)
             stack.callback(database.close)
             states = Counter(state for (state,) in database.execute("SELECT state FROM trials"))
@@ -635,31 +637,31 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     rows = [line for line in said.out.splitlines() if line.startswith("│")]
     assert len(rows) == 2 and " 0.5 " in rows[0]
     assert "comfedl run runs/tune/config/best.toml" in said.out
-    assert "judge figures on test data" in said.out
+    assert "report results on test data" in said.out
     assert "optuna-dashboard sqlite:///runs/tune/config/study.db" in said.out
     assert command(monkeypatch, "config.toml", "--metric", "test.loss.mean", "--grid", "paper") == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("error: --metric is 'test.loss.mean'")
 
 
-def test_no_trial_comes_to_its_end(
+def test_no_trial_completes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write(tmp_path, {"algorithm.lr": [1e38]})
     assert command(monkeypatch, str(config), "--sampler", "grid", "--out", str(tmp_path / "study")) == 2
     said = capsys.readouterr()
-    assert "diverged" in said.out and "None of 1 trials came to its end" in said.err
+    assert "diverged" in said.out and "None of 1 trials finished" in said.err
     assert not (tmp_path / "study/best.toml").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork, reads /proc")
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_search_can_be_used(tmp_path: Path, number: int, jobs: int) -> None:
+def test_an_interrupted_search_is_usable(tmp_path: Path, number: int, jobs: int) -> None:
     config = write(tmp_path, {"algorithm.lr": [round(0.1 + i / 50, 2) for i in range(40)]})
 
     def run() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may have had it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent of the tests may ignore it
         sys.argv = ["comfedl", "tune", str(config), "--sampler", "grid", "--out", str(tmp_path / "study")]
         sys.argv += ["--jobs", str(jobs)]
         try:
@@ -681,32 +683,30 @@ def test_an_interrupted_search_can_be_used(tmp_path: Path, number: int, jobs: in
 
 @pytest.fixture
 def heard() -> Iterator[None]:
-    """SIGINT as Python has it; who started the tests may have had it ignored."""
+    """Python's default SIGINT handler; the parent of the tests may ignore the signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def send(number: int, dropped: bool) -> None:
-    """Send this process a signal; what its handler raises goes nowhere if it is to be ``dropped``."""
+    """Send this process a signal; with ``dropped``, in a destructor, where Python drops exceptions."""
     if dropped:
-        weakref.finalize(Counter(), os.kill, os.getpid(), number)  # at once: nothing else holds the counter
+        weakref.finalize(Counter(), os.kill, os.getpid(), number)  # runs at once: nothing else refers to the counter
     else:
         os.kill(os.getpid(), number)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process sends itself")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops it; the search may not
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # dropped by Python, not by the search
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize(
-    "where", ["study.Study.next", "study.Study.report", "study.Study.tell", "worker_pool.run_task"]
-)
+@pytest.mark.parametrize("where", ["study.Study.ask", "study.Study.report", "study.Study.tell", "worker_pool.run_task"])
 def test_an_interrupt_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, dropped: bool, where: str
 ) -> None:
-    """Python drops what is raised while an object is let go of, and a database lets go of many."""
+    """Python drops exceptions raised in destructors, and database calls run many of them."""
     plain = pkgutil.resolve_name(f"comfedl.tuning.{where}")
     begun = ended = 0
 
@@ -723,7 +723,7 @@ def test_an_interrupt_is_not_lost(
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     tuned = search(tmp_path)
     assert begun == 2 and tuned.interrupted and len(tuned.trials) < 6
-    if where != "worker_pool.run_task":  # what is written is written whole
+    if where != "worker_pool.run_task":  # writes are completed
         assert ended == 2
     assert not any(trial.state == TrialState.RUNNING for trial in trials(tmp_path))
     assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -732,8 +732,10 @@ def test_an_interrupt_is_not_lost(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process sends itself")
 @pytest.mark.usefixtures("heard")
-@pytest.mark.parametrize("where", ["__init__", "put_back", "ended", "close"])
-def test_a_study_is_opened_and_closed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+@pytest.mark.parametrize("where", ["__init__", "requeue_running", "finished", "close"])
+def test_opening_and_closing_a_study_is_not_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     plain = pkgutil.resolve_name(f"comfedl.tuning.study.Study.{where}")
     begun = ended = 0
 
@@ -748,7 +750,7 @@ def test_a_study_is_opened_and_closed_whole(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(f"comfedl.tuning.study.Study.{where}", signalled)
     tuned = search(tmp_path)
     assert begun == ended > 0
-    assert tuned.interrupted == (where != "close")  # by then all is done
+    assert tuned.interrupted == (where != "close")  # by then all trials are done
     assert not any(trial.state == TrialState.RUNNING for trial in trials(tmp_path))
     monkeypatch.undo()
     assert len(done(search(tmp_path))) == 6
@@ -756,22 +758,22 @@ def test_a_study_is_opened_and_closed_whole(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process sends itself")
 @pytest.mark.usefixtures("heard")
-def test_a_second_interrupt_does_not_cut_into_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, sent = Stops.held, 0
+def test_a_second_interrupt_does_not_stop_the_cleanup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deferred, sent = InterruptGuard.deferred, 0
 
-    def again(stops: Stops) -> contextlib.AbstractContextManager[None]:
+    def again(guard: InterruptGuard) -> contextlib.AbstractContextManager[None]:
         nonlocal sent
         if sent:
             sent += 1
             os.kill(os.getpid(), signal.SIGINT)
-        return held(stops)
+        return deferred(guard)
 
     def first(*given: Any) -> None:
         nonlocal sent
         sent += 1
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Stops, "held", again)
+    monkeypatch.setattr(InterruptGuard, "deferred", again)
     monkeypatch.setattr(worker_pool, "run_task", first)
     assert search(tmp_path).interrupted and sent > 1
     assert [trial.state for trial in trials(tmp_path)] == [TrialState.FAIL, TrialState.WAITING]
@@ -779,7 +781,7 @@ def test_a_second_interrupt_does_not_cut_into_the_end(tmp_path: Path, monkeypatc
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process sends itself")
 @pytest.mark.usefixtures("heard")
-def test_an_interrupt_while_processes_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_workers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = SpawnProcess.start
 
     def signalled(process: SpawnProcess) -> None:
@@ -793,8 +795,8 @@ def test_an_interrupt_while_processes_start(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process sends itself")
-def test_a_signal_that_is_ignored_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a shell's background, where Ctrl-C is for others."""
+def test_an_ignored_signal_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell ignores SIGINT for its background jobs."""
     run = run_task
 
     def signalled(*given: Any) -> Outcome:

@@ -1,4 +1,4 @@
-"""Random draws: keyed by their arguments alone, uniform, without repetition."""
+"""Random draws: determined by their key, uniform, without replacement."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_subset_is_equally_likely(n: int, size: int) -> None:
 
 
 def test_every_subset_is_equally_likely_across_keys() -> None:
-    """One batch a key, as it is with one batch a round: neighbouring keys are as good as one long stream."""
+    """One batch per key, as with one batch per round: consecutive keys are as good as one long stream."""
     places = {subset: i for i, subset in enumerate(combinations(range(6), 2))}
     for name in (lambda i: rng.key(0, "train/inner", i, "a"), lambda i: i):
         drawn = rng.subsets([name(i) for i in range(6000)], [6] * 6000, 1, 2)[:, 0]
@@ -87,7 +87,7 @@ def test_large_clients_are_covered_evenly() -> None:
 
 @quick
 @given(st.lists(st.tuples(keys, st.integers(1, 20)), min_size=1, max_size=6), st.integers(1, 25))
-def test_draws_do_not_depend_on_who_else_is_drawn(clients: list[tuple[int, int]], size: int) -> None:
+def test_draws_do_not_depend_on_the_other_clients(clients: list[tuple[int, int]], size: int) -> None:
     together = rng.subsets([key for key, _ in clients], [n for _, n in clients], 3, size)
     for (key, n), found in zip(clients, together, strict=True):
         assert (found == subsets(key, n, 3, size)).all()
@@ -105,13 +105,13 @@ def test_keys_differ_by_each_argument() -> None:
     assert all(0 <= rng.key(*each) < 2**64 for each in arguments)
 
 
-def test_keys_do_not_run_into_each_other() -> None:
+def test_keys_do_not_concatenate_their_arguments() -> None:
     assert rng.key(1, "a", 11, "b") != rng.key(1, "a1", 1, "b") != rng.key(11, "a", 1, "b")
     assert rng.key(0, "a", 1, "2") != rng.key(0, "a", 12, "") != rng.key(0, "a1", 2, "")
 
 
 def floyd(key: int, n: int, count: int, size: int) -> list[list[int]]:
-    """SplitMix64 on a counter and Floyd's subsets, in plain integers."""
+    """SplitMix64 of a counter and Floyd's algorithm, in plain integers."""
     most, batches = 2**64, []
     for t in range(count):
         batch: list[int] = []
@@ -129,22 +129,25 @@ def floyd(key: int, n: int, count: int, size: int) -> list[list[int]]:
 
 @quick
 @given(keys, st.integers(1, 12), st.integers(1, 3), st.integers(1, 15))
-def test_the_draws_are_fixed_for_ever(key: int, n: int, count: int, size: int) -> None:
-    """A recorded run can be repeated by a later version, so the numbers must not change."""
+def test_the_draws_never_change(key: int, n: int, count: int, size: int) -> None:
+    """Later versions must reproduce recorded runs."""
     assert subsets(key, n, count, size).tolist() == floyd(key, n, count, size)
 
 
-@pytest.mark.parametrize(("n", "count"), [(12, rng.FEW // 3), (12, rng.FEW), (rng.TABLE // 9, 3), (rng.TABLE, 3)])
+BATCHES, CELLS = rng.MAX_TABLE_BATCHES, rng.MAX_TABLE_CELLS
+
+
+@pytest.mark.parametrize(("n", "count"), [(12, BATCHES // 3), (12, BATCHES), (CELLS // 9, 3), (CELLS, 3)])
 @pytest.mark.parametrize("size", [2, 11])
 def test_many_draws_at_once_are_the_same(n: int, count: int, size: int) -> None:
-    """Below and above the bounds between two ways to the same numbers, each way used twice."""
+    """Below and above the bounds between the two implementations, each called twice."""
     names = [rng.key(0, "many", client=str(i)) for i in range(3)]
     draw = rng.Subsets([n] * 3, count, size)
     for wanted in (names, names[::-1]):
         assert draw(wanted).tolist() == [floyd(name, n, count, size) for name in wanted]
 
 
-def test_the_keys_are_fixed_for_ever() -> None:
+def test_the_keys_never_change() -> None:
     digest = hashlib.blake2b(b"7\x1ftrain/inner\x1f3\x1fa", digest_size=8).digest()
     assert rng.key(7, "train/inner", 3, "a") == int.from_bytes(digest, "little")
 

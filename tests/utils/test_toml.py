@@ -1,4 +1,4 @@
-"""Settings: whatever is written as TOML reads back as it was."""
+"""Settings: whatever is written as TOML reads back unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import comfedl as cf
 from comfedl.utils.toml import describe, to_toml
 
-# Every text that Python can encode; lone surrogates are no Unicode text, so TOML cannot hold them.
+# All of Unicode except surrogates, which TOML cannot represent.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 BARE = st.text("abcdefghijklmnopqrstuvwxyz_-0123456789", min_size=1, max_size=8)
 PLAIN = st.one_of(TEXT, st.booleans(), st.integers(), st.floats(allow_nan=False))
@@ -39,12 +39,12 @@ def test_a_text_reads_back(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["🙂", "delete \x7f", "𐍈"])
-def test_texts_that_json_writes_in_another_way_than_toml(text: str) -> None:
+def test_strings_that_json_and_toml_write_differently(text: str) -> None:
     same({"text": text})
 
 
 @given(settings=st.dictionaries(BARE, VALUES, max_size=4))
-def test_values_of_every_kind_read_back(settings: dict[str, Any]) -> None:
+def test_values_of_every_type_read_back(settings: dict[str, Any]) -> None:
     same(settings)
 
 
@@ -72,7 +72,7 @@ def test_a_number_keeps_every_bit(number: float) -> None:
 
 @pytest.mark.parametrize("number", [np.float64(0.1), np.float64(1e-3)])
 def test_a_number_from_a_sweep_over_a_numpy_array_reads_back(number: np.float64) -> None:
-    """``for lr in np.logspace(-3, 0, 4)`` gives np.float64, which is a float with a repr of its own."""
+    """``for lr in np.logspace(-3, 0, 4)`` yields np.float64, a float with a different repr."""
     assert tomllib.loads(to_toml({"algorithm": describe(cf.FedAvg(lr=number))}))["algorithm"]["lr"] == float(number)
 
 
@@ -90,7 +90,7 @@ def test_none_is_left_out_at_every_depth() -> None:
     assert tomllib.loads(to_toml(settings)) == {"b": 1, "t": {"b": 2, "deep": {"b": 3}}}
 
 
-def test_plain_values_stand_before_tables_whatever_their_order() -> None:
+def test_plain_values_are_written_before_tables() -> None:
     same({"table": {"x": 1}, "after": 2})
 
 
@@ -99,13 +99,13 @@ def test_the_same_settings_give_the_same_text(settings: dict[str, Any]) -> None:
     assert to_toml(settings) == to_toml(tomllib.loads(to_toml(settings)))
 
 
-def test_describe_names_a_value_and_leaves_out_what_is_not_set() -> None:
-    told = describe(cf.ComFedL(lr=0.5, batch_size=None, outer=cf.KL(0.2)))
-    assert told["name"] == "comfedl"
-    assert told["lr"] == 0.5
-    assert told["outer"] == {"name": "kl", "gamma": 0.2}
-    assert told["batch_size"] == "all"  # left out, it would be read back as the default
-    assert "inner" not in told and "problem" not in told
+def test_describe_has_the_name_and_omits_what_is_not_set() -> None:
+    described = describe(cf.ComFedL(lr=0.5, batch_size=None, outer=cf.KL(0.2)))
+    assert described["name"] == "comfedl"
+    assert described["lr"] == 0.5
+    assert described["outer"] == {"name": "kl", "gamma": 0.2}
+    assert described["batch_size"] == "all"  # omitted, it would be read back as the default
+    assert "inner" not in described and "problem" not in described
 
 
 def test_describe_of_lists_of_values_and_of_code() -> None:
@@ -114,6 +114,6 @@ def test_describe_of_lists_of_values_and_of_code() -> None:
         parts: tuple[Any, ...]
         code: Any
 
-    told = describe(Two((cf.Identity(), 3), math.sqrt))
-    assert told == {"name": "two", "parts": [{"name": "identity"}, 3], "code": "math:sqrt"}
-    same({"two": told})
+    described = describe(Two((cf.Identity(), 3), math.sqrt))
+    assert described == {"name": "two", "parts": [{"name": "identity"}, 3], "code": "math:sqrt"}
+    same({"two": described})

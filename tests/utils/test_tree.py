@@ -35,13 +35,13 @@ def test_map_keeps_named_tuples() -> None:
     assert isinstance(found, Pair) and torch.equal(found.one, -A) and torch.equal(found.two, -B)
 
 
-def test_map_goes_by_name_not_by_order() -> None:
+def test_map_matches_by_name_not_by_order() -> None:
     found = tree.map(lambda a, b: a - b, {"x": A, "y": B}, {"y": B, "x": A})
     assert equal(found, {"x": 0 * A, "y": 0 * B})
 
 
 @pytest.mark.parametrize(("one", "other"), [((A, B), (A,)), ({"x": A}, {"y": A}), ({"x": (A,)}, {"x": (A, B)})])
-def test_map_refuses_trees_of_another_shape(one: tree.Tree, other: tree.Tree) -> None:
+def test_map_refuses_trees_of_different_structure(one: tree.Tree, other: tree.Tree) -> None:
     with pytest.raises((KeyError, ValueError)):
         tree.map(torch.add, one, other)
 

@@ -1,4 +1,4 @@
-"""The methods, by the names that a config uses."""
+"""The methods, by their names in a config."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """AFL: agnostic federated learning.
 
-Mohri, Sivek, Suresh: Agnostic Federated Learning, ICML 2019. All clients take part in every round; the model that is
-reported is the average of the iterates, as the theory says.
+Mohri, Sivek, Suresh: Agnostic Federated Learning, ICML 2019. All clients participate in every round, and the reported
+model is the average of the iterates, as in the theory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class AFL(Algorithm):
 
     Args:
         dual_lr: the step size of lambda.
-        average: report the average of the iterates; otherwise the last one.
-        local_steps: 1 is the paper; with more, the clients' whole updates are weighed by lambda.
+        average: report the average of the iterates instead of the last one.
+        local_steps: 1 as in the paper; with more, lambda weights the clients' whole updates.
     """
 
     dual_lr: float = 0.08
@@ -53,8 +53,8 @@ class AFL(Algorithm):
     def check(self, clients: int, participants: int) -> None:
         if participants != clients:
             raise ConfigError(
-                f"AFL asks all {clients} clients in every round, but clients_per_round is {participants}; "
-                "leave it out, or use DRFA(local_steps=1), its relative for a sample of clients."
+                f"AFL needs all {clients} clients in every round, but clients_per_round is {participants}; leave it "
+                "out, or use DRFA(local_steps=1), the counterpart for sampled clients."
             )
 
     def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
@@ -85,5 +85,5 @@ class AFL(Algorithm):
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         trained = self.descend(learner, message["model"], batches)
-        # The first step is taken at the model received: w and lambda move by the same batch, at the same point.
+        # The first step's loss is at the received model: w and lambda move from the same point, on the same batch.
         return Outcome({"model": trained.model, "loss": trained.watched["loss"][0]}, watched=trained.watched)

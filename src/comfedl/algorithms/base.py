@@ -1,6 +1,6 @@
-"""The contract of all methods: hyper-parameters, client steps, and a server round that drives them.
+"""The base class of all methods: hyperparameters, client steps, and a server round that runs them.
 
-An algorithm knows nothing of where clients live. Its server state is a tree of tensors, handed in and returned.
+An algorithm does not depend on the engine. Its server state is a tree of tensors, passed in and returned.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from comfedl.utils.errors import Diverged
 from comfedl.utils.tree import Tree
 
 State = dict[str, Tree]
-# The splits that a model is judged on, and the outer data of each.
+# The held-out splits, and the outer data for each.
 HELD_OUT = {Data.VALIDATION: Data.OUTER_OF_VALIDATION, Data.TEST: Data.OUTER_OF_TEST}
 PLAIN = SGD()
 
 
 class Descent(NamedTuple):
-    """The result of local training: the model, and the losses and weights seen on the way."""
+    """The result of local training: the model, and the loss and weight of every step."""
 
     model: Model
     watched: dict[str, Tensor]
@@ -47,24 +47,25 @@ def descend(
     anchor: tuple[float, Params] | None = None,
     optimizer: Optimizer = PLAIN,
 ) -> Descent:
-    """Local training, one gradient step per batch: lines 7 to 14 of Algorithm 1. Every method's local loop.
+    """Local training, one gradient step per batch: lines 7 to 14 of Algorithm 1, the local loop of every method.
 
     ``anchor`` is a pair (lam, w) that adds ``lam / 2 * ||params - w||^2`` to the objective.
     """
     if isinstance(objective, LocalLoss) and slope is None and anchor is None and optimizer is PLAIN:
         fused = objective.learner.descend(model, batches, lr)
         if fused is not None:
-            params, seen = fused
-            return Descent(Model(params=params, buffers=model["buffers"]), _watched(seen))
+            params, each_loss = fused
+            watched = {"loss": each_loss, "weight": torch.ones_like(each_loss)}
+            return Descent(Model(params=params, buffers=model["buffers"]), watched)
     losses, weights, state = [], [], optimizer.init(model["params"])
-    for t in range(len(batches)):  # no batch is held on to, so that the next one may reuse its memory
+    for t in range(len(batches)):  # by index: a loop variable would keep the batch's memory from being reused
         hessian_batch = hessian_batches[t] if hessian_batches else None
         found = gradient(objective, model, batches[t], outer_batches[t], slope or torch.ones_like, hessian_batch)
         direction = found.direction
         if anchor is not None:
-            lam, near = anchor
-            direction = tree.map(lambda u, v, w, lam=lam: u + lam * (v - w), direction, model["params"], near)
-        # After the first step nobody else holds the parameters, so that they may be overwritten.
+            lam, centre = anchor
+            direction = tree.map(lambda u, v, w, lam=lam: u + lam * (v - w), direction, model["params"], centre)
+        # After the first step the parameters are this loop's own, and may be overwritten.
         params, state = optimizer.step(model["params"], direction, state, lr, in_place=t > 0)
         model = Model(params=params, buffers=found.buffers)
         losses.append(found.value)
@@ -72,15 +73,10 @@ def descend(
     return Descent(model, {"loss": torch.stack(losses), "weight": torch.stack(weights)})
 
 
-def _watched(losses: Tensor) -> dict[str, Tensor]:
-    return {"loss": losses, "weight": torch.ones_like(losses)}
-
-
 def weighted_average(model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
-    """``w + sum_i r_i (w_i - w)``; buffers take the parameters' weights, counters their maximum.
+    """``w + sum_i r_i (w_i - w)``; buffers are averaged with the same weights, counters take their maximum.
 
-    Buffers are always a mean: where the weights add up to more than 1, buffers take them scaled to 1, since a variance
-    extrapolated beyond those that were seen may be negative.
+    If the weights sum to more than 1, buffers take them scaled to sum 1: an extrapolated variance may be negative.
     """
     mixed: Model = replies.weighted_sum(name, weights)
     total = float(weights.sum())
@@ -99,26 +95,25 @@ def weighted_average(model: Model, replies: Replies, weights: Tensor, name: str 
     )
 
 
-# What runs at a client: a subclass that overrides one of these has client steps of its own.
+# The methods that run at a client.
 CLIENT_SIDE = ("objective", "steps", "train", "descend", "personal", "give_personal", "evaluate", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
-    """The base class of all methods; each subclass adds what is special to it.
+    """The base class of all methods.
 
     Args:
         lr: the learning rate of local training.
         local_steps: local steps per round, the paper's synchronisation gap tau.
         batch_size: samples per local step; None takes all of the client's data.
-        loss_samples: how many of a client's training samples at most its loss or objective is measured on, where the
-            method or the records need it; None takes all.
-        clip_update_norm: the largest norm of one client's update; longer ones are scaled down. None is no bound.
-        aggregate: how the server averages: "mean", or "median", "trimmed-mean" and "geometric-median", which a few bad
-            clients cannot move far. They keep to the method's weights.
-        trim: the share of the weight that "trimmed-mean" leaves out at either end.
-        personal_steps: local steps from the global model to a client's personal one; None is 1, or as many as a
-            meta-learning method trains for. They are taken when a client is evaluated and never sent.
+        loss_samples: the most training samples of a client to measure its loss or objective on; None takes all.
+        clip_update_norm: the largest norm of a client's update; longer ones are scaled down. None is no limit.
+        aggregate: how the server averages: "mean", or one of "median", "trimmed-mean" and "geometric-median", which a
+            few bad clients cannot move far. All use the method's weights.
+        trim: the fraction of the weight that "trimmed-mean" drops at either end.
+        personal_steps: local steps from the global model to a client's personal one; None is 1, or the number of
+            adaptation steps of a meta-learning method. They are taken in evaluation, and never sent.
     """
 
     lr: float = 0.1
@@ -133,21 +128,21 @@ class Algorithm(ABC):
     name: ClassVar[str]
     """The method's name in a config."""
     paper: ClassVar[str]
-    """Where it comes from."""
+    """The paper it comes from."""
     goal: ClassVar[str]
     """Its objective, in one line."""
     sends: ClassVar[str]
     """What travels each way in a round, per participant; d is the number of parameters."""
     elementwise: ClassVar[bool] = True
-    """Whether its client steps are elementwise in parameters and losses, except for what the learner does.
+    """Whether its client steps, apart from calls to the learner, are elementwise in parameters and losses.
 
-    Then an engine may hand them tensors with many clients in front. It is inherited by subclasses that change no client
-    step; one that does says it again, since a step that takes, say, a norm would take that of all clients at once.
+    An engine may then run them on tensors stacked over clients. A subclass that overrides a client step must declare it
+    again: a norm, for example, would be taken over all clients at once.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        if "name" not in cls.__dict__:  # a name that is not given is the class's own, never that of its base
+        if "name" not in cls.__dict__:  # the default is the class's name, not its base's
             cls.name = cls.__name__.lower()
         if "elementwise" not in cls.__dict__ and any(step in cls.__dict__ for step in CLIENT_SIDE):
             cls.elementwise = False
@@ -163,17 +158,17 @@ class Algorithm(ABC):
         checks.one_of("aggregate", self.aggregate, RULES)
         checks.between("trim", self.trim, 0, 0.5)
 
-    # What the server does.
+    # On the server.
 
     def check(self, clients: int, participants: int) -> None:  # noqa: B027 - most methods take any number
-        """Refuse, or warn of, a number of participants that the method cannot use."""
+        """Raise or warn if the method cannot use this number of participants."""
 
     def advance(self, state: State, replies: Replies, weights: Tensor) -> State:
-        """The state with its model moved by the aggregated update; all else in it is handed on."""
+        """The state with the aggregated update applied to its model; the rest is unchanged."""
         return {**state, "model": self.averaged(state["model"], replies, weights)}
 
     def averaged(self, model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
-        """The model moved by the weighted mean of the clients' updates, with the bounds on what one client can do."""
+        """The model plus the aggregated updates of the clients, clipped and robust if so configured."""
         if self.aggregate == "mean" and self.clip_update_norm is None:
             return weighted_average(model, replies, weights, name)
         scale = torch.ones_like(weights)
@@ -183,9 +178,9 @@ class Algorithm(ABC):
         mixed = weighted_average(model, replies, weights * scale, name)
         if self.aggregate == "mean":
             return mixed
-        near = model["params"]
+        origin = model["params"]
         clipped = [
-            tree.map(lambda part, start, s=s: start + s * (part - start), reply["params"], near)
+            tree.map(lambda part, start, s=s: start + s * (part - start), reply["params"], origin)
             for reply, s in zip(replies.each(name), scale.tolist(), strict=True)
         ]
         total = float(weights.sum())
@@ -194,11 +189,11 @@ class Algorithm(ABC):
         stacked = tree.map(lambda *parts: torch.stack(parts), *clipped)
         centre = robust_mean(self.aggregate, stacked, weights / total, self.trim)
         return Model(
-            params=tree.map(lambda start, end: start + total * (end - start), near, centre), buffers=mixed["buffers"]
+            params=tree.map(lambda start, end: start + total * (end - start), origin, centre), buffers=mixed["buffers"]
         )
 
     def init(self, model: Model, clients: int) -> State:
-        """The server's state before the first round; it always has the ``model``."""
+        """The server's state before the first round; it always contains the ``model``."""
         return {"model": model}
 
     @abstractmethod
@@ -206,19 +201,19 @@ class Algorithm(ABC):
         """One round: sample clients, ask them for a step, aggregate their replies."""
 
     def reported(self, state: State) -> Model:
-        """The model that is evaluated and given back."""
+        """The model to evaluate and return."""
         model: Model = state["model"]
         return model
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """The objective's value from every client's value; ``sizes`` are their train samples."""
+        """The objective's value, from the clients' values and numbers of train samples."""
         return values.mean()
 
     def explain(self, error: Diverged) -> str:
-        """What to do when training has diverged (NaN or infinity)."""
+        """Advice for a run that diverged (NaN or infinity)."""
         return "Use a smaller lr, or fewer local_steps."
 
-    # What a client does.
+    # At the clients.
 
     def objective(self, learner: Learner) -> Objective:
         """What a client minimises."""
@@ -226,7 +221,7 @@ class Algorithm(ABC):
 
     @property
     def has_custom_problem(self) -> bool:
-        """Whether a client's objective is a ``Composition``, which needs neither a module nor a loss function."""
+        """Whether the objective is a ``Composition``, which needs no module and no loss function."""
         return False
 
     @property
@@ -235,7 +230,7 @@ class Algorithm(ABC):
         return self.lr, 1 if self.personal_steps is None else self.personal_steps
 
     def client_state(self, model: Model) -> Tree:
-        """What a client keeps before it first takes part."""
+        """A client's initial state."""
         return None
 
     def steps(self) -> dict[str, Step]:
@@ -248,7 +243,7 @@ class Algorithm(ABC):
                 {
                     Data.TRAIN: Draw("train", self.loss_samples, bounded=True),
                     **{split: Draw(split) for split in HELD_OUT},
-                    **{outer: Draw("outer", instead=split) for split, outer in HELD_OUT.items()},
+                    **{outer: Draw("outer", fallback=split) for split, outer in HELD_OUT.items()},
                     **self.value_draws(),
                     Data.PERSONAL: personal,
                 },
@@ -259,7 +254,7 @@ class Algorithm(ABC):
         }
 
     def value_draws(self) -> dict[str, Draw]:
-        """The data that the objective's value is measured on."""
+        """The data to measure the objective's value on."""
         return {
             Data.VALUE_TRAIN: Draw("train", self.loss_samples, bounded=True),
             Data.VALUE_OUTER: Draw("outer", self.loss_samples, bounded=True),
@@ -270,11 +265,11 @@ class Algorithm(ABC):
         return {Data.INNER: Draw("train", self.batch_size, self.local_steps)}
 
     def reply(self) -> dict[str, str]:
-        """What a client sends after local training."""
+        """The parts of a client's reply after local training, and their types."""
         return {"model": MODEL}
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        """Local training from the model received; sends back the model it ends at."""
+        """Local training from the received model; replies with the trained model."""
         trained = self.descend(learner, message["model"], batches)
         return Outcome({"model": trained.model}, watched=trained.watched)
 
@@ -292,7 +287,7 @@ class Algorithm(ABC):
         return descend(self.objective(learner), model, inner, outer, self.lr, slope, hessian, anchor)
 
     def personal(self, learner: Learner, model: Model, state: Tree, batches: Batches) -> Model:
-        """The client's personal model: by default the global one after a step on the client's own training data."""
+        """The client's personal model: by default the global one, after a step on the client's training data."""
         rate, steps = self.adaptation
         if learner.loss_function is None or steps == 0:
             return model
@@ -300,14 +295,14 @@ class Algorithm(ABC):
         return descend(LocalLoss(learner), model, own, own, rate).model
 
     def give_personal(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        """The personal model itself, asked for after training."""
+        """The personal model, requested after training."""
         return Outcome({"model": self.personal(learner, message["model"], state, batches)})
 
     def evaluate(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         """Loss and metrics of the global and the personal model on each split, and the objective's value."""
         objective, model = self.objective(learner), message["model"]
         value_data = batches[Data.VALUE_TRAIN], batches[Data.VALUE_OUTER]
-        if learner.loss_function is None:  # a Composition: its value is all there is to measure
+        if learner.loss_function is None:  # a Composition has no other metrics than its value
             value = objective.value(model, *(data[0] for data in value_data))
             losses = {
                 f"{split}.loss": objective.value(model, data, batches[outer][0])
@@ -315,7 +310,7 @@ class Algorithm(ABC):
                 for data in batches[split]
             }
             return Outcome({"scores": {"train.loss": value, **losses}, "value": value})
-        personal = self.personal(learner, model, state, batches)  # first, so that it sees the noise of its own step
+        personal = self.personal(learner, model, state, batches)  # first: same noise as in the step "personal"
         scores: dict[str, Tensor] = {}
         for split in (Data.TRAIN, *HELD_OUT):
             for data in batches[split]:
@@ -324,11 +319,11 @@ class Algorithm(ABC):
                     own = learner.scores(personal, data)
                     scores |= {f"{split}.personal_{name}": score for name, score in own.items()}
         if isinstance(objective, LocalLoss) and self.loss_samples is None:
-            return Outcome({"scores": scores, "value": scores["train.loss"]})  # measured already
+            return Outcome({"scores": scores, "value": scores["train.loss"]})  # the same number
         return Outcome({"scores": scores, "value": objective.value(model, *(data[0] for data in value_data))})
 
 
 def adapt_draws(adapt: Adapt, batch_size: int | None, outer_size: int | None, count: int) -> dict[str, Draw]:
-    """The further batches of a local step through ``Adapt``: D' for the loss there, and D'' where it has its own."""
+    """The extra batches of a local step with ``Adapt``: D' for the adapted loss, and D'' if the Hessian has its own."""
     hessian: dict[str, Draw] = {Data.HESSIAN: Draw("train", batch_size, count)} if adapt.draws_hessian_batch else {}
     return {Data.OUTER: Draw("outer", outer_size, count), **hessian}

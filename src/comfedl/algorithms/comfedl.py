@@ -25,7 +25,7 @@ from comfedl.utils.tree import Tree
 
 
 class Compositional(Algorithm):
-    """Algorithm 1 for any inner map and outer function; subclasses say which, from their own hyper-parameters."""
+    """Algorithm 1 for any inner map and outer function, which subclasses define."""
 
     elementwise: ClassVar[bool] = True
 
@@ -41,7 +41,7 @@ class Compositional(Algorithm):
 
     @property
     def composition(self) -> Composition | None:
-        """The user's two-level problem, in place of the inner map."""
+        """A user-defined two-level problem, in place of the inner map."""
         return None
 
     @property
@@ -51,12 +51,12 @@ class Compositional(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.adapt, self.g  # noqa: B018 - their own checks
+        self.adapt, self.g  # noqa: B018 - runs their checks
 
     def init(self, model: Model, clients: int) -> State:
         state: State = {"model": model}
         if isinstance(self.g, Coupled):
-            # Each client's last known loss; NaN until it has taken part.
+            # Each client's last known loss; NaN until it participates.
             state["losses"] = client_vector.full(clients, torch.nan)
         return state
 
@@ -64,9 +64,9 @@ class Compositional(Algorithm):
         replies = context.ask("train", context.sample(), {"model": state["model"]})
         chosen = list(replies.clients)
         if isinstance(self.g, Coupled):
-            # The participants' weights among themselves: for a softmax, those of all scaled to add up to 1; a cap or a
-            # quantile holds among them. Scaling those of all by n / m would be unbiased, but it stops training: losses
-            # that are not seen again stay high while the model gets better, and the participants are left with nothing.
+            # Weights among the participants alone; a cap or a quantile applies to these. Weights among all n clients,
+            # scaled by n / m, would be unbiased but stall training: stale losses of clients not seen again stay high
+            # while the model improves, and leave the participants almost no weight.
             seen = replies.numbers("loss")
             losses = client_vector.put(state["losses"], chosen, seen)
             weights, duals = self.g.weights(seen), known_weights(self.g, losses) if context.recorded else None
@@ -93,15 +93,15 @@ class Compositional(Algorithm):
     def check(self, clients: int, participants: int) -> None:
         if isinstance(self.g, Coupled) and participants == 1 < clients:
             warnings.warn(
-                f"With one client per round its weight is always 1, so {self.g} has no effect; use 2 clients_per_round "
-                "or more.",
+                f"With one client per round its weight is always 1, so {self.g} has no effect; set clients_per_round "
+                "to 2 or more.",
                 stacklevel=3,
             )
         wanted = self.g.effective_clients if isinstance(self.g, KL) else None
         if wanted is not None and wanted >= participants > 1:
             warnings.warn(
-                f"effective_clients is {wanted:g} and {participants} clients take part in a round, so all weigh the "
-                "same; it counts among the participants: use a smaller number for robust weights.",
+                f"effective_clients is {wanted:g} and {participants} clients take part in a round, so all get the same "
+                "weight; use fewer effective_clients than participants for robust weights.",
                 stacklevel=3,
             )
 
@@ -123,7 +123,7 @@ class Compositional(Algorithm):
         return super().reply() | ({"loss": NUMBER} if isinstance(self.g, Coupled) else {})
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        # Only a separable outer scales the client's gradients, and the identity's slope is 1.
+        # Only a separable outer scales the client's gradients; the slope of the identity is 1.
         slope = self.g.slope if isinstance(self.g, Separable) and not isinstance(self.g, Identity) else None
         trained = self.descend(learner, message["model"], batches, slope)
         reply: dict[str, Tree] = {"model": trained.model}
@@ -135,12 +135,12 @@ class Compositional(Algorithm):
 
 @dataclass(frozen=True)
 class ComFedL(Compositional):
-    """Minimise mean_i g(F_i(w)), where F_i is a client's loss, its loss after adapting, or a composition of the user's.
+    """Minimise mean_i g(F_i(w)), where F_i is a client's loss, its loss after adapting, or your own composition.
 
     Args:
         inner: None for the local loss, ``Adapt(lr)`` for the loss after adapting to the client (meta-learning).
-        outer: the function of the clients' values: ``Identity()`` (the default), ``KL(gamma)``, ``Exp(gamma)``, ...
-        problem: a two-level problem of your own, ``Composition(inner, outer)``, in place of ``inner``.
+        outer: the outer function g: ``Identity()`` (the default), ``KL(gamma)``, ``Exp(gamma)``, ...
+        problem: your own two-level problem, ``Composition(inner, outer)``, in place of ``inner``.
         outer_batch_size: b1, samples per step for the outer function of ``Adapt`` or ``problem``: a number, "same" as
             batch_size, or "all" of the client's outer data.
     """
@@ -166,7 +166,7 @@ class ComFedL(Compositional):
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(f"{field} is {value!r}, but it must be None or like {example}.")
         if self.inner is not None and self.problem is not None:
-            raise ConfigError("inner and problem are both given; a problem brings its own inner map: give one of them.")
+            raise ConfigError("inner and problem are both given, but problem has its own inner map; give one of them.")
         if isinstance(self.outer_batch_size, str):
             checks.one_of("outer_batch_size", self.outer_batch_size, ("same", "all"))
         else:
@@ -193,8 +193,8 @@ class ComFedL(Compositional):
 
 def known_weights(outer: Coupled, losses: Tree) -> Tensor:
     """The weights of all clients whose loss is known, and 0 for the others."""
-    table = client_vector.whole(losses)
-    known = ~table.isnan()
-    everybody = torch.zeros_like(table)
-    everybody[known] = outer.weights(table[known])
-    return everybody
+    values = client_vector.to_tensor(losses)
+    known = ~values.isnan()
+    weights = torch.zeros_like(values)
+    weights[known] = outer.weights(values[known])
+    return weights

@@ -1,4 +1,4 @@
-"""A round as an algorithm sees it: the clients, random draws, a way to ask clients for a step, and the traffic."""
+"""What an algorithm sees of a round: the clients, random draws, steps to run at clients, and the traffic."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from comfedl.core import dual_weights
 from comfedl.core.protocol import Engine, Replies, Step
-from comfedl.core.reply_validation import Screen
+from comfedl.core.reply_validation import ReplyValidator
 from comfedl.utils import rng, tree
 from comfedl.utils.tree import Tree
 
 
 class Participation(NamedTuple):
-    """Who took part in a round, with which weight in the new model, and every client's dual weight if it is learnt."""
+    """A round's participants, their weights in the new model, and all clients' dual weights if there are any."""
 
     clients: Sequence[int]
     weights: Tensor
@@ -27,7 +27,7 @@ class Participation(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Bytes sent, counted from the messages and the replies themselves."""
+    """Bytes sent, measured from messages and replies."""
 
     up_bytes: int = 0
     down_bytes: int = 0
@@ -42,17 +42,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """One round, as an algorithm sees it."""
+    """One round, as seen by an algorithm."""
 
     number: int
     seed: int
     participants: int
     engine: Engine
     traffic: Traffic = field(default_factory=Traffic)
-    screen: Screen | None = None
+    validator: ReplyValidator | None = None
     steps: Mapping[str, Step] = field(default_factory=dict)
     recorded: bool = True
-    """Whether the round is evaluated; if not, what only the records need is not computed."""
+    """Whether the round is evaluated; if not, values for the records alone need not be computed."""
 
     @property
     def clients(self) -> int:
@@ -65,60 +65,61 @@ class RoundContext:
         return self.engine.sizes
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """The generator of this round for one purpose."""
+        """This round's random generator for a purpose."""
         return rng.generator(self.seed, purpose, self.number)
 
     def sample(self, purpose: str = "clients") -> list[int]:
-        """Draw the round's clients uniformly without replacement, leaving out those in quarantine."""
-        barred = self._barred()
-        allowed = self.clients - len(barred)
-        if self.screen is not None:
-            self.screen.enough(self.number, allowed, self.participants)
+        """Draw the round's clients uniformly without replacement, except excluded ones."""
+        excluded = self._excluded()
+        allowed = self.clients - len(excluded)
+        if self.validator is not None:
+            self.validator.check_quorum(self.number, allowed, self.participants)
         if self.participants >= allowed:
-            return _skipping(range(allowed), barred)
-        # Floyd's algorithm, which does not look at all clients.
+            return _skip(range(allowed), excluded)
+        # With shuffle=False, NumPy uses Floyd's algorithm: O(participants), not O(clients).
         chosen = self.rng(purpose).choice(allowed, size=self.participants, replace=False, shuffle=False)
-        return _skipping(sorted(chosen.tolist()), barred)
+        return _skip(sorted(chosen.tolist()), excluded)
 
     def sample_by(self, weights: NDArray[Any], replace: bool = False) -> list[int]:
-        """Draw the round's clients in proportion to weights; with ``replace`` one may be drawn twice."""
+        """Draw the round's clients in proportion to weights, with or without replacement."""
         probabilities = weights.astype(np.float64)
-        probabilities[self._barred()] = 0.0
-        if not probabilities.any():  # all the weight is on clients in quarantine
+        probabilities[self._excluded()] = 0.0
+        if not probabilities.any():  # all the weight is on excluded clients
             probabilities[:] = 1.0
-            probabilities[self._barred()] = 0.0
+            probabilities[self._excluded()] = 0.0
         size = self.participants if replace else min(self.participants, int(np.count_nonzero(probabilities)))
         probabilities /= probabilities.sum()
         return sorted(self.rng("clients").choice(self.clients, size=size, replace=replace, p=probabilities).tolist())
 
     def sample_by_duals(self, weights: Tree) -> list[int]:
-        """Draw the round's clients by learnt weights (``core.dual_weights``), with replacement."""
+        """Draw the round's clients in proportion to dual weights (``core.dual_weights``), with replacement."""
         if isinstance(weights, Tensor):
             return self.sample_by(weights.numpy(), replace=True)
-        return dual_weights.drawn(weights, self.rng("clients").random(self.participants), self._barred())
+        return dual_weights.sample(weights, self.rng("clients").random(self.participants), self._excluded())
 
-    def _barred(self) -> list[int]:
-        """The clients in quarantine, in order."""
-        return [] if self.screen is None else sorted(filter(self.screen.barred, self.screen.offences))
+    def _excluded(self) -> list[int]:
+        """The clients with too many refused replies, in order."""
+        return [] if self.validator is None else sorted(filter(self.validator.is_excluded, self.validator.offences))
 
     def ask(self, step: str, clients: Sequence[int], message: dict[str, Tree]) -> Replies:
-        """Ask these clients for a named step with this message; ``replies.clients`` says whose replies are usable."""
+        """Run a step with this message at these clients; ``replies.clients`` are those with a usable reply."""
         replies = self.engine.run(step, clients, message, self.number)
         self.traffic.count(message, clients, replies)
-        if self.screen is None:
+        if self.validator is None:
             return replies
-        return self.screen.passed(self.number, clients, replies, self.steps[step].sends if step in self.steps else {})
+        sends = self.steps[step].sends if step in self.steps else {}
+        return self.validator.validate(self.number, clients, replies, sends)
 
 
-def _skipping(places: Iterable[int], barred: list[int]) -> list[int]:
-    """Places, in order, among the clients that are not barred as places among all.
+def _skip(positions: Iterable[int], excluded: list[int]) -> list[int]:
+    """Convert sorted positions among the clients that are not excluded to positions among all.
 
-    >>> _skipping([0, 1, 2, 5], [1, 2])
+    >>> _skip([0, 1, 2, 5], [1, 2])
     [0, 3, 4, 7]
     """
     found, skipped = [], 0
-    for place in places:
-        while skipped < len(barred) and barred[skipped] <= place + skipped:
+    for position in positions:
+        while skipped < len(excluded) and excluded[skipped] <= position + skipped:
             skipped += 1
-        found.append(place + skipped)
+        found.append(position + skipped)
     return found

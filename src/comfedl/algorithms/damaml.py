@@ -14,13 +14,13 @@ from comfedl.utils import checks
 
 @dataclass(frozen=True)
 class DAMAML(Compositional):
-    """``ComFedL(inner=Adapt(adapt_lr), outer=KL(gamma))``: the worst-off client's loss after adapting counts most.
+    """``ComFedL(inner=Adapt(adapt_lr), outer=KL(gamma))``: the worst client's loss after adapting counts most.
 
     Args:
         adapt_lr: the inner step size.
-        gamma: how far the weights may move from uniform; small follows the worst client.
-        outer: "kl", stable, eq. (5) on top of eq. (9); or "exp", eq. (10) to the letter.
-        cap: with "kl", the most that a client may weigh, in multiples of uniform.
+        gamma: the penalty on weights far from uniform; a small gamma follows the worst client.
+        outer: "kl" (stable), eq. (5) on top of eq. (9); or "exp", eq. (10) to the letter.
+        cap: with "kl", the largest weight of a client, in multiples of uniform.
         order, adapt_steps, delta, hessian_batch: see ``Adapt``.
     """
 

@@ -1,4 +1,4 @@
-"""Delta-FL: federated averaging over the clients in the tail of the losses (the superquantile, or CVaR).
+"""Delta-FL: federated averaging over the clients with the largest losses (superquantile, or CVaR).
 
 Pillutla, Laguel, Malick, Harchaoui: Federated Learning with Superquantile Aggregation for Heterogeneous Data, Machine
 Learning 2023.
@@ -25,10 +25,10 @@ from comfedl.utils.tree import Tree
 
 @dataclass(frozen=True)
 class DeltaFL(Algorithm):
-    """The sampled clients report a loss; those at or above its quantile train, and are averaged by their samples.
+    """The sampled clients report their losses; those at or above the quantile train, and are averaged by samples.
 
     Args:
-        level: the quantile's level; 0 is FedAvg, 0.9 trains on the worst tenth (weighed by samples).
+        level: the quantile's level; 0 is FedAvg, 0.9 trains on the worst tenth (weighted by samples).
     """
 
     level: float = 0.5
@@ -49,13 +49,13 @@ class DeltaFL(Algorithm):
         sizes = context.sizes[chosen]
         tail = losses >= _quantile(losses, sizes, self.level)
         kept = [client for client, inside in zip(chosen, tail, strict=True) if inside]
-        replies = context.ask("train", kept, {})  # the model is there already
+        replies = context.ask("train", kept, {})  # these clients have the model already
         counts = torch.from_numpy(context.sizes[replies.clients]).double()
         weights = counts / counts.sum()
         return self.advance(state, replies, weights), Participation(replies.clients, weights)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
-        # The superquantile itself: the client at the boundary counts only as far as it is in the tail.
+        # The exact superquantile: the client at the boundary counts with its fraction in the tail.
         ordered, order = values.sort(descending=True)
         shares = sizes[order].double() / sizes.sum()
         inside = torch.minimum(shares, (1 - self.level - (shares.cumsum(0) - shares)).clamp(min=0))
@@ -66,7 +66,7 @@ class DeltaFL(Algorithm):
         return {**super().steps(), "loss": Step(self.loss, whole, sends={"loss": NUMBER})}
 
     def loss(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        """The loss of the model received, which the client holds on to in case it is asked to train."""
+        """The loss of the received model, which the client keeps for this round in case it has to train."""
         whole = batches["value"][0]
         loss = LocalLoss(learner).value(message["model"], whole, whole)
         return Outcome({"loss": loss}, scratch=message["model"])
@@ -76,7 +76,7 @@ class DeltaFL(Algorithm):
 
 
 def _quantile(losses: NDArray[np.float64], sizes: NDArray[np.int64], level: float) -> float:
-    """The smallest loss below or at which at least a share ``level`` of all samples lie."""
+    """The smallest loss such that at least a fraction ``level`` of all samples is at or below it."""
     order = np.argsort(losses, kind="stable")
     share = np.cumsum(sizes[order]) / sizes.sum()
     return float(losses[order][np.searchsorted(share, level - 1e-12)])

@@ -20,10 +20,10 @@ from comfedl.utils.tree import Tree
 
 @dataclass(frozen=True)
 class Ditto(FedAvg):
-    """The global model is FedAvg's; each client also trains its own, held near the global one, and keeps it.
+    """The global model is FedAvg's; each client also trains and keeps a personal model close to it.
 
     Args:
-        lam: how strongly; 0 is purely local training. Stability needs lr * lam below 2.
+        lam: the strength of the proximal term; 0 is purely local training. Stability needs lr * lam < 2.
     """
 
     lam: float = 0.1
@@ -44,7 +44,7 @@ class Ditto(FedAvg):
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         received, inner = message["model"], batches[Data.INNER]
         trained = self.descend(learner, received, batches)
-        # The same batches, and the anchor is the model received: it stays put while the global one is trained.
+        # On the same batches; the anchor is the received model, not the one that has just been trained.
         anchor = (self.lam, received["params"])
         own = descend(LocalLoss(learner), state, inner, inner, self.lr, anchor=anchor)
         watched = {**trained.watched, "personal loss": own.watched["loss"]}
@@ -52,7 +52,7 @@ class Ditto(FedAvg):
 
     def explain(self, error: Diverged) -> str:
         product = self.lr * self.lam
-        return f"Use a smaller lr or lam: a personal model is stable only where lr * lam (here {product:g}) is below 2."
+        return f"Use a smaller lr or lam: personal models are stable only if lr * lam, now {product:g}, is below 2."
 
     def personal(self, learner: Learner, model: Model, state: Tree, batches: Batches) -> Model:
         kept: Model = state

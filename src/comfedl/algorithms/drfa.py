@@ -23,15 +23,15 @@ from comfedl.utils.tree import Tree
 
 @dataclass(frozen=True)
 class DRFA(Algorithm):
-    """Clients are drawn by learnt weights lambda; a second, uniform sample reports losses, which move lambda.
+    """Clients are drawn in proportion to dual weights lambda; a second, uniform sample reports losses to update lambda.
 
-    A client that is drawn twice trains once and counts twice, in the mean and in the traffic, as in the analysis.
+    A client drawn twice trains once and counts twice, in the mean and in the traffic, as in the analysis.
 
     Args:
-        dual_lr: the step size of lambda; a round moves it by local_steps times that.
-        whole_loss: measure those losses on all local data (or ``loss_samples``) instead of one batch.
-        floor: raise every lambda to this before they are scaled to add up to 1, as public code does; the paper has 0.
-        baseline: subtract the mean of the observed losses first, which tames the noise when few clients take part.
+        dual_lr: the step size of lambda; a round's step is local_steps times that.
+        whole_loss: measure the second sample's losses on all data (or ``loss_samples``) instead of one batch.
+        floor: the least lambda, before rescaling to sum 1, as in public code; 0 in the paper.
+        baseline: first subtract the mean of the reported losses, which reduces noise if few clients participate.
     """
 
     dual_lr: float = 0.08
@@ -55,7 +55,7 @@ class DRFA(Algorithm):
 
     def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
         model, lambdas, n = state["model"], state["duals"], context.clients
-        # With replacement, so that the plain mean is unbiased for the sum with weights lambda.
+        # With replacement, so that the plain mean is an unbiased estimate of the lambda-weighted sum.
         drawn = context.sample_by_duals(lambdas)
         snapshot = torch.tensor(int(context.rng("snapshot").integers(1, self.local_steps + 1)), dtype=torch.int32)
         replies = context.ask("train", drawn, {"model": model, "snapshot": snapshot})
@@ -64,10 +64,11 @@ class DRFA(Algorithm):
 
         second = context.ask("loss", context.sample("losses"), {"model": at_snapshot})
         losses, seen = second.numbers("loss"), second.clients
-        slope = (n / len(seen)) * (losses - losses.mean() if self.baseline else losses)  # of the others it is 0
-        moved = dual_weights.ascended(lambdas, seen, self.local_steps * self.dual_lr * slope)
-        state = {**self.advance(state, replies, mean), "duals": dual_weights.floored(moved, self.floor)}
-        return state, Participation(replies.clients, mean, dual_weights.whole(lambdas) if context.recorded else None)
+        slope = (n / len(seen)) * (losses - losses.mean() if self.baseline else losses)  # 0 for all other clients
+        moved = dual_weights.ascend(lambdas, seen, self.local_steps * self.dual_lr * slope)
+        state = {**self.advance(state, replies, mean), "duals": dual_weights.apply_floor(moved, self.floor)}
+        duals = dual_weights.to_tensor(lambdas) if context.recorded else None
+        return state, Participation(replies.clients, mean, duals)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return values.max()

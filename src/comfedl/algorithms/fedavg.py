@@ -1,7 +1,7 @@
 """Federated averaging.
 
 McMahan, Moore, Ramage, Hampson, Aguera y Arcas: Communication-Efficient Learning of Deep Networks from Decentralized
-Data, AISTATS 2017. Local work is counted in mini-batch steps, as in the ComFedL paper, not in epochs.
+Data, AISTATS 2017. Local training is measured in mini-batch steps, as in the ComFedL paper, not in epochs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class FedAvg(Algorithm):
     """Federated averaging.
 
     Args:
-        weighting: "samples" weighs participants by their number of samples, "uniform" weighs all alike.
+        weighting: weight participants by their number of "samples", or "uniform".
     """
 
     weighting: str = field(default="samples", kw_only=True)

@@ -16,13 +16,13 @@ from comfedl.core.objectives import Adapt
 
 @dataclass(frozen=True)
 class FedMAML(Compositional):
-    """Train an initialisation that suits each client after ``adapt_steps`` steps of size ``adapt_lr`` on its own data.
+    """Train an initialisation that suits each client after ``adapt_steps`` steps of size ``adapt_lr`` on its data.
 
     Args:
         adapt_lr: the inner step size, alpha.
         order: "exact" second order, "first" order, or "hessian-free".
-        adapt_steps: how many inner steps.
-        delta: how far apart the two gradients of "hessian-free" are.
+        adapt_steps: the number of inner steps.
+        delta: the step of the finite difference in "hessian-free".
         hessian_batch: see ``Adapt``.
     """
 

@@ -26,11 +26,11 @@ SAMPLINGS = ("uniform", "samples")
 
 @dataclass(frozen=True)
 class QFedAvg(Algorithm):
-    """Clients with a larger loss count for more, with a step size from an estimate of the Lipschitz constant.
+    """Clients with a larger loss get more weight, with a step size from an estimate of the Lipschitz constant.
 
     Args:
         q: 0 is the plain average; a larger q is fairer and slower.
-        sampling: choose participants "uniform" or, as the public code does, by their "samples".
+        sampling: draw participants "uniform" or, as in the public code, in proportion to their "samples".
     """
 
     q: float = 0.2
@@ -58,7 +58,7 @@ class QFedAvg(Algorithm):
         log_f = torch.log(losses.clamp(min=0) + 1e-10)
         log_g = torch.log(replies.squared_distances(("model", "params"), model["params"])) + 2 * math.log(L)
         log_q = math.log(self.q) if self.q else -math.inf
-        # h_k = q F_k^(q-1) ||g_k||^2 + L F_k^q, in the log domain: F_k^(q-1) has no bound as F_k goes to 0.
+        # h_k = q F_k^(q-1) ||g_k||^2 + L F_k^q, in the log domain, since F_k^(q-1) overflows as F_k goes to 0.
         log_h = torch.logaddexp(log_q + (self.q - 1) * log_f + log_g, math.log(L) + self.q * log_f)
         # w - sum_k Delta_k / sum_k h_k with Delta_k = F_k^q L (w - w_k)
         weights = torch.exp(self.q * log_f + math.log(L) - torch.logsumexp(log_h, dim=0))

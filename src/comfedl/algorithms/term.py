@@ -1,7 +1,7 @@
 """TERM: tilted empirical risk minimisation over clients.
 
 Li, Beirami, Sanjabi, Smith: Tilted Empirical Risk Minimization, ICLR 2021. With t > 0 it is
-``ComFedL(outer=KL(1 / t))``; with t < 0 it plays down the clients with large losses, such as those with noisy labels.
+``ComFedL(outer=KL(1 / t))``; with t < 0 it downweights clients with large losses, such as those with noisy labels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class TERM(Compositional):
     """The tilted mean of the clients' losses.
 
     Args:
-        t: the tilt; above 0 favours the worst client, below 0 plays it down.
+        t: the tilt; above 0 favours the worst client, below 0 downweights it.
     """
 
     t: float = 1.0

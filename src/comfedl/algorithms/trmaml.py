@@ -1,7 +1,8 @@
 """TR-MAML: task-robust meta-learning, federated.
 
 Collins, Mokhtari, Shakkottai: Task-Robust Model-Agnostic Meta-Learning, NeurIPS 2020. The original is not federated.
-Here a client takes local MAML steps, the server weighs its update by p_i, and p moves by the raw losses after adapting.
+In this version clients take local MAML steps, the server weights their updates by p, and p ascends on the losses after
+adapting.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class TRMAML(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.not_below("dual_lr", self.dual_lr, 0)
-        self.adapt  # noqa: B018 - its own checks
+        self.adapt  # noqa: B018 - runs its checks
 
     @property
     def adapt(self) -> Adapt:
@@ -62,9 +63,9 @@ class TRMAML(Algorithm):
         chosen = replies.clients
         scale = context.clients / len(chosen)
         weights = scale * dual_weights.take(p, chosen)
-        moved = dual_weights.ascended(p, chosen, self.dual_lr * (scale * replies.numbers("loss")))
+        moved = dual_weights.ascend(p, chosen, self.dual_lr * (scale * replies.numbers("loss")))
         state = {**self.advance(state, replies, weights), "duals": moved}
-        return state, Participation(chosen, weights, dual_weights.whole(p) if context.recorded else None)
+        return state, Participation(chosen, weights, dual_weights.to_tensor(p) if context.recorded else None)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return values.max()
@@ -84,5 +85,5 @@ class TRMAML(Algorithm):
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         trained = self.descend(learner, message["model"], batches)
-        # The first step is taken at the model received: its value there is the loss after adapting.
+        # The first step's value is at the received model: the loss after adapting.
         return Outcome({"model": trained.model, "loss": trained.watched["loss"][0]}, watched=trained.watched)

@@ -1,1 +1,1 @@
-"""Runs that have ended or go on: read back, compared, reported and served."""
+"""Finished and running runs: load, predict, compare, report and watch."""

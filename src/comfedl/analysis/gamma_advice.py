@@ -1,9 +1,9 @@
-"""What each gamma would do to the clients' weights, from one pass over their losses.
+"""How each gamma of KL would weight the clients, computed from their losses.
 
-The weights at a gamma are softmax(losses / gamma). They amount to ``1 / sum_i r_i^2`` equal clients. Where the
-gradients of n clients have independent noise of one variance, the noise of their weighted mean is ``n sum_i r_i^2``
-times that of the plain mean (Kish's design effect). As long as noise is what keeps training back, it takes about so
-many times as many rounds, or samples a step, to come as near.
+For a given gamma the weights are r = softmax(losses / gamma), which is worth ``1 / sum_i r_i^2`` effective clients. If
+the gradients of n clients have independent noise of equal variance, the variance of their weighted mean is
+``n sum_i r_i^2`` times that of the plain mean (Kish's design effect). When noise limits convergence, expect about this
+factor more rounds, or more samples per step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from comfedl.algorithms.base import Algorithm, Renamed
-from comfedl.algorithms.comfedl import ComFedL
+from comfedl.algorithms.base import Algorithm
+from comfedl.algorithms.comfedl import ComFedL, Compositional
 from comfedl.algorithms.fedavg import FedAvg
 from comfedl.config.schema import Config
 from comfedl.core.client_statistics import effective_clients
-from comfedl.core.objectives import Model
+from comfedl.core.learner import Model
 from comfedl.core.outer_functions import KL
 from comfedl.core.simplex import ROUNDING, effective_gamma, softmax_weights
 from comfedl.training.fit import fit
@@ -34,17 +34,17 @@ from comfedl.utils.files import write_atomic
 
 GAMMAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 WARMUP = 20
-DRAWS = 200  # of participants, where not all take part
+DRAWS = 200  # of participants, under partial participation
 
 
 @dataclass(frozen=True)
-class Option:
-    """What one gamma would do.
+class GammaEffect:
+    """The effect of one gamma.
 
     Attributes:
-        weights: what each client weighs, in the mean over draws of the participants; they add up to 1.
-        effective: ``1 / sum_i r_i^2`` among the participants.
-        noise: ``m sum_i r_i^2`` with m participants: the variance of their weighted mean, in that of the plain one.
+        weights: the weight per client, averaged over draws of the participants; they sum to 1.
+        effective: effective clients, ``1 / sum_i r_i^2`` over the participants.
+        noise: ``m sum_i r_i^2`` with m participants: the variance of the weighted mean over that of the plain mean.
         loss: the weighted mean of the losses.
     """
 
@@ -57,51 +57,48 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """The clients' losses after a few rounds of plain averaging, and what each gamma would make of them."""
+    """The client losses after a few rounds of plain averaging, and the effect of each gamma."""
 
     names: Sequence[str]
     losses: NDArray[np.float64]
     participants: int
     warmup: int
-    options: Sequence[Option]
-    chosen: float | None
-    """The gamma that the config has."""
+    effects: Sequence[GammaEffect]
+    config_gamma: float | None
 
     @property
-    def equal(self) -> bool:
-        """Whether the losses tell the clients apart at all."""
+    def equal_losses(self) -> bool:
+        """Whether all clients have the same loss, so that gamma has no effect."""
         return bool(np.ptp(self.losses) <= ROUNDING * np.abs(self.losses).max())
 
     def gamma_for(self, clients: float) -> float:
-        """The gamma at which all clients together amount to so many."""
+        """The gamma that gives this number of effective clients."""
         return effective_gamma(torch.from_numpy(self.losses), clients)
 
 
 def advise(config: Config, warmup: int = WARMUP, gammas: Sequence[float] = ()) -> Advice:
-    """Train by plain averaging for a few rounds, take every client's loss, and work out the weights of each gamma.
+    """Train with plain averaging for ``warmup`` rounds, then compute the effect of each gamma from the losses.
 
-    At the very start the losses of a model that knows nothing say little: those of a model that starts at zero are all
-    the same.
+    The warm-up is needed because an untrained model's losses say little; if it starts at zero, they are equal.
     """
     checks.at_least("warmup", warmup, 0)
     for gamma in gammas:
         checks.positive("gamma", gamma)
     algorithm = config.make_algorithm()
-    algorithm = algorithm.method if isinstance(algorithm, Renamed) else algorithm
-    names, losses = _losses(config, algorithm, warmup)
-    outer = algorithm.outer if isinstance(algorithm, ComFedL) else None
-    chosen = getattr(outer, "gamma", None)
+    names, losses = _client_losses(config, algorithm, warmup)
+    outer = algorithm.g if isinstance(algorithm, Compositional) else None
+    config_gamma = getattr(outer, "gamma", None)
     if isinstance(outer, KL) and outer.effective_clients is not None:
-        found = effective_gamma(torch.from_numpy(losses), outer.effective_clients)
-        chosen = found if 0 < found < np.inf else None
-    considered = sorted({*(gammas or GAMMAS), *([] if chosen is None else [float(chosen)])})
+        gamma = effective_gamma(torch.from_numpy(losses), outer.effective_clients)
+        config_gamma = gamma if 0 < gamma < np.inf else None
+    considered = sorted({*(gammas or GAMMAS), *([] if config_gamma is None else [float(config_gamma)])})
     participants = min(config.clients_per_round or len(names), len(names))
-    options = [_option(gamma, losses, participants, config.seed) for gamma in considered]
-    return Advice(names, losses, participants, warmup, options, chosen)
+    effects = [_effect(gamma, losses, participants, config.seed) for gamma in considered]
+    return Advice(names, losses, participants, warmup, effects, config_gamma)
 
 
-def _losses(config: Config, algorithm: Algorithm, warmup: int) -> tuple[Sequence[str], NDArray[np.float64]]:
-    """Each client's value of the method's inner objective, over its whole train data."""
+def _client_losses(config: Config, algorithm: Algorithm, warmup: int) -> tuple[Sequence[str], NDArray[np.float64]]:
+    """The method's inner objective per client, on its full training data after the warm-up."""
     fed = config.make_data()
     module = config.make_model(fed)
     learner, model, frozen = make_learner(module, config.loss, algorithm)
@@ -112,7 +109,7 @@ def _losses(config: Config, algorithm: Algorithm, warmup: int) -> tuple[Sequence
         result = fit(
             module,
             fed,
-            _plain(algorithm),
+            _plain_averaging(algorithm),
             warmup,
             config.seed,
             config.loss,
@@ -125,19 +122,21 @@ def _losses(config: Config, algorithm: Algorithm, warmup: int) -> tuple[Sequence
         model = Model(params=trained, buffers=result.buffers)
     objective, outer = algorithm.objective(learner), data.split("outer")
     assert outer is not None
-    values = [float(objective.value(model, data.train.whole(i), outer.whole(i))) for i in range(len(data))]
+    values = [float(objective.value(model, data.train.samples_of(i), outer.samples_of(i))) for i in range(len(data))]
     return data.names, np.array(values)
 
 
-def _plain(algorithm: Algorithm) -> Algorithm:
-    """Uniform averaging with the method's own local training."""
+def _plain_averaging(algorithm: Algorithm) -> Algorithm:
+    """Uniform averaging with the method's local training."""
+    common: dict[str, Any] = {field.name: getattr(algorithm, field.name) for field in fields(Algorithm)}
     if isinstance(algorithm, ComFedL):
         return replace(algorithm, outer=None)
-    common: dict[str, Any] = {field.name: getattr(algorithm, field.name) for field in fields(Algorithm)}
+    if isinstance(algorithm, Compositional):
+        return ComFedL(inner=algorithm.adapt, **common)
     return FedAvg(weighting="uniform", **common)
 
 
-def _option(gamma: float, losses: NDArray[np.float64], participants: int, seed: int) -> Option:
+def _effect(gamma: float, losses: NDArray[np.float64], participants: int, seed: int) -> GammaEffect:
     n = len(losses)
     draws = [np.arange(n)]
     if participants < n:
@@ -149,31 +148,31 @@ def _option(gamma: float, losses: NDArray[np.float64], participants: int, seed: 
         weights[drawn] += r / len(draws)
         effective += effective_clients(r.tolist()) / len(draws)
         noise += participants * float((r**2).sum()) / len(draws)
-    return Option(gamma, weights, effective, noise, float(weights @ losses))
+    return GammaEffect(gamma, weights, effective, noise, float(weights @ losses))
 
 
-def draw(advice: Advice, path: Path) -> None:
-    """A picture: effective clients and noise against gamma, and the clients' weights in the order of their losses."""
+def plot_advice(advice: Advice, path: Path) -> None:
+    """Write a PNG: effective clients against gamma, and the clients' weights ordered by loss."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("A picture needs matplotlib: pip install 'comfedl[plot]'; or leave --png out.") from None
+        raise ConfigError("--png needs matplotlib: pip install 'comfedl[plot]', or leave it out.") from None
     figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2)
-    left.semilogx([option.gamma for option in advice.options], [option.effective for option in advice.options], "o-")
+    left.semilogx([effect.gamma for effect in advice.effects], [effect.effective for effect in advice.effects], "o-")
     left.axhline(advice.participants, color="grey", linewidth=0.8, linestyle=":")
-    left.set(xlabel="gamma", ylabel=f"effective clients, of {advice.participants} in a round", ylim=(0, None))
-    if advice.chosen is not None:
-        left.axvline(advice.chosen, color="tab:red", linewidth=0.8, label="the config's gamma")
+    left.set(xlabel="gamma", ylabel=f"effective clients, of {advice.participants} per round", ylim=(0, None))
+    if advice.config_gamma is not None:
+        left.axvline(advice.config_gamma, color="tab:red", linewidth=0.8, label="the config's gamma")
         left.legend(loc="lower right")
     order = np.argsort(-advice.losses, kind="stable")
-    for place, option in enumerate(advice.options):
-        shade = colormaps["viridis"](place / max(1, len(advice.options) - 1))
-        weights = len(order) * option.weights[order]
-        right.plot(np.arange(1, len(order) + 1), weights, ".-", color=shade, label=f"{option.gamma:.3g}")
+    for i, effect in enumerate(advice.effects):
+        shade = colormaps["viridis"](i / max(1, len(advice.effects) - 1))
+        weights = len(order) * effect.weights[order]
+        right.plot(np.arange(1, len(order) + 1), weights, ".-", color=shade, label=f"{effect.gamma:.3g}")
     right.axhline(1, color="grey", linewidth=0.8, linestyle=":")
-    right.set(xlabel="clients, the largest loss first", ylabel="weight, times uniform", yscale="log")
+    right.set(xlabel="clients, largest loss first", ylabel="weight relative to uniform", yscale="log")
     right.set_ylim(1e-3, 1.5 * len(order))
     right.xaxis.get_major_locator().set_params(integer=True)
     right.legend(title="gamma", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -1,4 +1,4 @@
-"""One HTML file with everything in it: it opens offline and asks nobody for anything."""
+"""The report: one self-contained HTML file that opens offline and loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from typing import Any
 
 from comfedl import __version__
 from comfedl.analysis.read_runs import Method, read_methods
-from comfedl.analysis.report_data import Asked, contents
+from comfedl.analysis.report_data import ReportOptions, report_contents
 from comfedl.training.run_folder import readable
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.files import write_atomic
 
-MISSING = "pip install 'comfedl[plot]'"
+INSTALL = "pip install 'comfedl[plot]'"
 
 
 def plotly_js() -> str:
-    """Plotly's script, as the Python package brings it."""
+    """Plotly's script, from the Python package."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise ConfigError(f"A report needs Plotly, which is not installed: {MISSING}.") from None
+        raise ConfigError(f"A report needs Plotly, which is not installed: {INSTALL}.") from None
     return str(get_plotlyjs())
 
 
-def page(shown: Mapping[str, Any], live: bool = False) -> str:
-    """The page; a live one asks its own server for what is new."""
+def page(contents: Mapping[str, Any], live: bool = False) -> str:
+    """The page; a live one polls its own server for updates."""
     parts = resources("comfedl.analysis").joinpath
     script, style, body = (parts(f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css", "html"))
-    # A "<" inside a script could end it, whatever the client's name is; in JSON it can be written otherwise.
-    data = json.dumps({**shown, "live": live}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    filled = {
-        "title": escape(str(shown["title"])),
-        "verdict": "".join(f"<p>{escape(sentence)}</p>" for sentence in shown["verdict"]),
+    # A client name with "<" could end the script element; JSON allows an escape for it.
+    data = json.dumps({**contents, "live": live}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    values = {
+        "title": escape(str(contents["title"])),
+        "verdict": "".join(f"<p>{escape(sentence)}</p>" for sentence in contents["verdict"]),
         "connect": "'self'" if live else "'none'",
         "version": escape(__version__),
         "style": style,
@@ -46,49 +46,51 @@ def page(shown: Mapping[str, Any], live: bool = False) -> str:
         "script": script,
     }
     out = []
-    for piece in body.split("{{"):
-        name, found, rest = piece.partition("}}")
-        out.append(filled[name] + rest if found else piece)
+    for piece in body.split("{{"):  # not str.replace, which would also fill in placeholders inside the values
+        name, closed, rest = piece.partition("}}")
+        out.append(values[name] + rest if closed else piece)
     return "".join(out)
 
 
 def write_report(
-    runs: Iterable[Path], out: Path, asked: Asked | None = None, png: Path | None = None
+    runs: Iterable[Path], out: Path, options: ReportOptions | None = None, png: Path | None = None
 ) -> tuple[list[str], list[Path]]:
-    """Write the page of these runs, and pictures where a folder for them is given; gives the verdict and the files."""
-    plotly_js()  # said before anything is read
-    return write_page(*read_methods(runs), out, asked, png)
+    """Write the report on these runs, and PNGs if a folder for them is given; return the verdict and the files."""
+    plotly_js()  # fail before reading the runs
+    return write_page(*read_methods(runs), out, options, png)
 
 
 def offer_report(
-    runs: Sequence[Path], out: Path, asked: Asked | None = None, names: Mapping[Path, str] | None = None
+    runs: Sequence[Path], out: Path, options: ReportOptions | None = None, names: Mapping[Path, str] | None = None
 ) -> str:
-    """Write a report where Plotly is there; gives the line that tells the reader."""
+    """Write a report if Plotly is installed; return a line for the user, on where it is or how to get one."""
     if not has_plotly():
-        return f"For a report with plots: {MISSING}, then comfedl report {' '.join(str(run) for run in runs)}"
-    write_page(*read_methods(runs, names), out, asked)
+        return f"For a report with plots: {INSTALL}, then comfedl report {' '.join(str(run) for run in runs)}"
+    write_page(*read_methods(runs, names), out, options)
     return f"Report: {out}"
 
 
 def has_plotly() -> bool:
-    """Whether a report can be made."""
+    """Whether a report can be written."""
     return find_spec("plotly") is not None
 
 
 def write_page(
-    methods: Sequence[Method], notes: Sequence[str], out: Path, asked: Asked | None = None, png: Path | None = None
+    methods: Sequence[Method],
+    notes: Sequence[str],
+    out: Path,
+    options: ReportOptions | None = None,
+    png: Path | None = None,
 ) -> tuple[list[str], list[Path]]:
-    """The same for methods that have been read."""
-    shown = contents(methods, notes, asked)
-    html = page(shown).encode()
-    drawn: dict[str, bytes] = {}
+    """As ``write_report``, for runs that have been read."""
+    contents = report_contents(methods, notes, options)
+    files = {out: page(contents).encode()}
     if png is not None:
-        from comfedl.analysis.plots import pictures
+        from comfedl.analysis.plots import draw_plots
 
-        drawn = pictures(shown)
-    files = {out: html} | {(png or Path()) / name: image for name, image in drawn.items()}
+        files |= {png / name: image for name, image in draw_plots(contents).items()}
     for path, content in files.items():
         with readable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, content)
-    return list(shown["verdict"]), list(files)
+    return list(contents["verdict"]), list(files)

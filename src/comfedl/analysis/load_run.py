@@ -1,4 +1,4 @@
-"""A run's folder read back: the trained model, ready to use."""
+"""Load a finished run: the trained model, ready to use."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from comfedl.config.data_schema import SampleSpec
 from comfedl.config.schema import Config, parse_config, read_settings
-from comfedl.core.objectives import Params
+from comfedl.core.learner import Params
 from comfedl.data.tabular import Encoding
 from comfedl.models.functional import with_tensors
 from comfedl.training.personal_models import MODELS, PersonalModels, file_name
@@ -23,13 +25,14 @@ from comfedl.utils.errors import ConfigError, RunFolderError, nearest
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run that has ended; ``load_run`` reads it.
+    """A finished run, as returned by ``load_run``.
 
     Attributes:
-        path: its folder.
-        tensors: the global model's parameters and buffers.
-        config: its config, where it was run from one.
-        encoding: how a table's rows became numbers, where the data were one.
+        path: the run folder.
+        tensors: the parameters and buffers of the global model.
+        config: the config; None if the run was started from Python.
+        encoding: how table rows or images became inputs; None for arrays.
+        given: the model passed to ``load_run``.
     """
 
     path: Path
@@ -40,75 +43,82 @@ class SavedRun:
 
     @cached_property
     def module(self) -> nn.Module:
-        """The model with its initial parameters, by the config."""
+        """The untrained model, built from the config unless it was given."""
         if self.given is not None:
             return self.given
+        return self.settings.build_model(self._sample_spec.shape, self._sample_spec.outputs)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """The dtype of the training inputs."""
+        return self._sample_spec.dtype
+
+    @cached_property
+    def _sample_spec(self) -> SampleSpec:
         config = self.settings
-        return config.build_model(*config.data.form(config.seed, config.loss, self.encoding))
+        return config.data.sample_spec(config.seed, config.loss, self.encoding)
 
     @property
     def settings(self) -> Config:
-        """Its config; a run that has none is refused."""
+        """The config; an error if the run was started from Python."""
         if self.config is None:
             raise ConfigError(
-                f"{self.path} was not run from a config, so its model and data are not known; use it from Python, with "
+                f"{self.path} was not run from a config, so its model and data are unknown; use it from Python, with "
                 "load_run(path, model=...)."
             )
         return self.config
 
     def to_module(self, client: str | None = None) -> nn.Module:
-        """The trained model, ready to use (in the mode of evaluation): the global one or a client's own."""
+        """The trained model in eval mode: the global one, or a client's personal one."""
         return self.with_tensors(self.tensors if client is None else self.personal(client), self.path)
 
     def with_tensors(self, tensors: Params, source: Path) -> nn.Module:
-        """The model with these tensors, which are from a file."""
+        """The model with these tensors, which were read from ``source``."""
         try:
             return with_tensors(self.module, tensors)
         except (KeyError, RuntimeError) as error:
-            raise RunFolderError(f"The tensors of {source} are not those of the model ({error}).") from None
+            raise RunFolderError(f"The tensors of {source} do not fit the model ({error}).") from None
 
     @cached_property
     def clients(self) -> Sequence[str]:
-        """The clients' names, by the last records."""
+        """The client names, from the records."""
         with (self.path / "clients.jsonl").open(encoding="utf-8") as file:
             return sorted({json.loads(line)["client"] for line in file})
 
     def personal(self, client: str) -> Params:
-        """The tensors of a client's own model."""
+        """The tensors of a client's personal model."""
         folder = self.path / "personal"
-        many = PersonalModels(folder) if (folder / MODELS).exists() else None
-        if many is not None and client in many:
-            return many[client]
+        packed = PersonalModels(folder) if (folder / MODELS).exists() else None  # runs with many clients use one file
+        if packed is not None and client in packed:
+            return packed[client]
         file = folder / f"{file_name(client)}.safetensors"
         if file.exists():
             return read_tensors(file)
-        if client not in (self.clients if many is None else many.names):
-            few = len(self.clients) <= MOST_NAMED
-            raise ConfigError(
-                f"{client!r} is not a client of this run; {nearest(client, self.clients if few else [])}."
-            )
+        if client not in (self.clients if packed is None else packed.names):
+            suggestions = self.clients if len(self.clients) <= MOST_NAMED else []
+            raise ConfigError(f"{client!r} is not a client of this run; {nearest(client, suggestions)}.")
         raise RunFolderError(f"{self.path} has no personal models (save_personal = false); leave the client out.")
 
     @property
     def has_personal(self) -> bool:
-        """Whether the clients' own models were kept."""
+        """Whether personal models were saved."""
         return (self.path / "personal").is_dir()
 
 
 def load_run(path: str | Path, model: nn.Module | None = None) -> SavedRun:
-    """Read a run's folder; ``model`` is needed where it was not run from a config.
+    """Load a finished run; ``model`` is needed if the run was started from Python, not from a config.
 
     >>> load_run("nowhere")
     Traceback (most recent call last):
-    comfedl.utils.errors.RunFolderError: nowhere holds no run; give the folder that a run was written to.
+    comfedl.utils.errors.RunFolderError: nowhere holds no run; give the folder of a run.
     """
     folder = Path(path)
     if not (folder / "config.toml").is_file():
-        raise RunFolderError(f"{folder} holds no run; give the folder that a run was written to.")
+        raise RunFolderError(f"{folder} holds no run; give the folder of a run.")
     if not (folder / "summary.json").is_file():
-        raise RunFolderError(f"The run in {folder} has not come to its end; go on with it (--resume) first.")
+        raise RunFolderError(f"The run in {folder} has not finished; continue it first, with --resume.")
     settings = read_settings(folder / "config.toml")
-    whole = {"data", "model", "algorithm"} <= settings.keys()
+    from_config = {"data", "model", "algorithm"} <= settings.keys()
     encoding = None
     if (folder / "data.json").exists():
         try:
@@ -116,15 +126,15 @@ def load_run(path: str | Path, model: nn.Module | None = None) -> SavedRun:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunFolderError(f"{folder / 'data.json'} cannot be read ({error}).") from None
     tensors = read_tensors(folder / "model.safetensors")
-    return SavedRun(folder, tensors, parse_config(settings) if whole else None, encoding, model)
+    return SavedRun(folder, tensors, parse_config(settings) if from_config else None, encoding, model)
 
 
 def read_tensors(file: Path) -> Params:
-    """The tensors of a model's file."""
+    """The tensors of a .safetensors file."""
     try:
         tensors: Params = load_file(file)
     except FileNotFoundError:
-        raise RunFolderError(f"There is no model {file}; check the name.") from None
+        raise RunFolderError(f"There is no model file {file}; check the name.") from None
     except (OSError, SafetensorError) as error:
         raise RunFolderError(f"{file} cannot be read as a model ({error}); give a .safetensors file.") from None
     return tensors

@@ -2,11 +2,11 @@
 (() => {
   let D = JSON.parse(document.getElementById("data").textContent);
   const state = { split: D.split, personal: D.first === "personal", client: "", seed: null, hidden: new Set() };
-  const at = (id) => document.getElementById(id);
-  const reduced = matchMedia("(pointer: coarse)").matches;
+  const byId = (id) => document.getElementById(id);
+  const touch = matchMedia("(pointer: coarse)").matches;
 
-  // Small tools. Names go into the page as text, never as HTML; Plotly reads a little HTML, so there they are escaped.
-  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  // Helpers. Names enter the page as text, never as HTML; Plotly interprets some HTML, so names are escaped for it.
+  const escaped = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const clipped = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const colour = (method) => css(`--m${method % 8}`);
@@ -24,7 +24,7 @@
     return size >= 100 ? value.toFixed(1) : value.toFixed(3);
   };
   const metric = () => (state.personal ? "personal_" : "") + D.metric;
-  const spoken = (name) => name.replace("personal_", "personal ").replace(/_/g, " ");
+  const words = (name) => name.replace("personal_", "personal ").replace(/_/g, " ");
   const smaller = () => D.smaller.includes(D.metric);
 
   const widths = new WeakMap();
@@ -35,7 +35,7 @@
     }
   });
 
-  // Cards: a heading and a plot, kept by key so that a redrawing changes what is there.
+  // Cards: a heading and a plot, found by key so that redrawing reuses them.
   const card = (parent, key, title, small) => {
     let made = [...parent.children].find((child) => child.dataset.key === key);
     if (!made) {
@@ -50,9 +50,9 @@
     made.dataset.drawn = "1";
     return made.lastChild;
   };
-  // Plots are drawn when all cards of a section are there, for then each has its width.
-  let waiting = [];
-  const settle = (parent) => {
+  // Plots are painted once all cards of a section exist, since only then is the width of each known.
+  let queue = [];
+  const flush = (parent) => {
     for (const child of [...parent.children]) {
       if (!child.dataset.drawn) {
         resized.unobserve(child.lastChild);
@@ -61,16 +61,16 @@
       }
       delete child.dataset.drawn;
     }
-    waiting.forEach((paint) => paint());
-    waiting = [];
+    queue.forEach((paint) => paint());
+    queue = [];
   };
-  const draw = (...what) => waiting.push(() => paint(...what));
+  const draw = (...what) => queue.push(() => paint(...what));
   const paint = (plot, traces, layout, click) => {
-    const axis = { gridcolor: css("--line"), zeroline: false, linecolor: css("--line"), automargin: true, fixedrange: reduced };
+    const axis = { gridcolor: css("--line"), zeroline: false, linecolor: css("--line"), automargin: true, fixedrange: touch };
     const base = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
       font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("--soft") },
-      margin: { l: 48, r: 12, t: 10, b: 44 }, height: 270, dragmode: reduced ? false : "zoom",
+      margin: { l: 48, r: 12, t: 10, b: 44 }, height: 270, dragmode: touch ? false : "zoom",
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), family: getComputedStyle(document.body).fontFamily }, align: "left", namelength: -1 },
       ...layout, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
     };
@@ -111,18 +111,18 @@
     if (seeds.length > 1) parts.push(selection("Clients of seed", "seed", seeds.map((seed) => [String(seed), String(seed)]), String(state.seed), (value) => { state.seed = Number(value); }));
     if (names.length) parts.push(selection("Client", "client", [["", "all clients"], ...names.map((name) => [name, clipped(name, 40)])], state.client, (value) => { state.client = value; }));
     const held = document.activeElement && document.activeElement.id;
-    at("controls").replaceChildren(...parts);
-    if (held && at("controls").querySelector(`#${CSS.escape(held)}`)) at(held).focus();
+    byId("controls").replaceChildren(...parts);
+    if (held && byId("controls").querySelector(`#${CSS.escape(held)}`)) byId(held).focus();
   };
   const isolate = (name) => {
     state.client = state.client === name ? "" : name;
-    if (at("client")) at("client").value = state.client;
+    if (byId("client")) byId("client").value = state.client;
     clients(); strip(); weights();
   };
 
-  // Curves with their bands.
+  // Curves with bands over seeds.
   const legend = () => {
-    at("legend").replaceChildren(...D.methods.map((method, i) => {
+    byId("legend").replaceChildren(...D.methods.map((method, i) => {
       const button = element("button", undefined, { type: "button", "aria-pressed": String(!state.hidden.has(i)), title: "show or hide" });
       const line = element("i");
       line.style.borderTopColor = colour(i);
@@ -137,7 +137,7 @@
   const curves = () => {
     for (const name of D.metrics) {
       const shown = (state.personal ? "personal_" : "") + name;
-      for (const [kind, said] of [["mean", "average client"], ["worst", "worst client"]]) {
+      for (const [kind, label] of [["mean", "average client"], ["worst", "worst client"]]) {
         const traces = [];
         D.methods.forEach((method, i) => {
           const found = method.curves[`${state.split}.${shown}.${kind}`];
@@ -145,16 +145,16 @@
           if (method.seeds.length > 1) {
             traces.push({ x: [...found.rounds, ...found.rounds.slice().reverse()], y: [...found.high, ...found.low.slice().reverse()], fill: "toself", fillcolor: faded(colour(i), 0.16), line: { width: 0 }, mode: "lines", hoverinfo: "skip", name: "band" });
           }
-          traces.push({ x: found.rounds, y: found.mean, mode: found.rounds.length > 1 ? "lines" : "markers", line: { color: colour(i), width: 2.2 }, marker: { color: colour(i) }, name: plain(method.name), hovertemplate: `${plain(method.name)}<br>round %{x}: <b>%{y:.4~g}</b><extra></extra>` });
+          traces.push({ x: found.rounds, y: found.mean, mode: found.rounds.length > 1 ? "lines" : "markers", line: { color: colour(i), width: 2.2 }, marker: { color: colour(i) }, name: escaped(method.name), hovertemplate: `${escaped(method.name)}<br>round %{x}: <b>%{y:.4~g}</b><extra></extra>` });
         });
-        const plot = card(at("curves"), `${name} ${kind}`, `${spoken(shown)}, ${said}`, `${state.split} data`);
+        const plot = card(byId("curves"), `${name} ${kind}`, `${words(shown)}, ${label}`, `${state.split} data`);
         draw(plot, traces, { xaxis: rounds(traces.length ? traces[traces.length - 1].x : []), yaxis: { rangemode: D.smaller.includes(name) ? "tozero" : "normal" }, hovermode: "closest" });
       }
     }
-    settle(at("curves"));
+    flush(byId("curves"));
   };
 
-  // Clients: a line each; one of them can stand out.
+  // Clients: one line per client; one of them can be highlighted.
   const shownClients = () => D.clients.filter((one) => one.seed === state.seed);
   const last = (line) => { for (let i = line.length - 1; i >= 0; i--) if (line[i] !== null) return line[i]; return null; };
   const worstOf = (values) => {
@@ -166,7 +166,7 @@
     return found;
   };
   const clients = () => {
-    at("about-clients").textContent = `The ${spoken(metric())} of every client on its own ${state.split} data; the worst-off one is drawn strong. Point at a line to see whose it is, click to see this client alone, click again for all. ${D.sampled.join(" ")}`;
+    byId("about-clients").textContent = `The ${words(metric())} of each client on its ${state.split} data; the worst client is highlighted. Hover over a line to see the client's name, click to isolate the client, click again to show all. ${D.sampled.join(" ")}`;
     const all = shownClients().flatMap((one) => (one.values[`${state.split}.${metric()}`] || []).flat()).filter((value) => value !== null);
     const low = all.reduce((a, b) => Math.min(a, b), Infinity), high = all.reduce((a, b) => Math.max(a, b), -Infinity), room = (high - low) * 0.05 || 0.05;
     for (const one of shownClients()) {
@@ -174,21 +174,21 @@
       const alone = one.names.indexOf(state.client);
       const traces = values.map((line, i) => {
         const strong = state.client ? i === alone : i === worst;
-        return { x: one.rounds, y: line, name: plain(one.names[i]), mode: one.rounds.length > 1 && !(state.client && strong && one.rounds.length < 40) ? "lines" : "lines+markers", marker: { size: 5, color: paint }, line: { color: paint, width: strong ? 2.6 : 1.1 }, opacity: strong ? 1 : state.client ? 0.07 : Math.max(0.22, 0.55 - values.length / 400), hovertemplate: `<b>${plain(one.names[i])}</b><br>round %{x}: %{y:.4~g}<extra></extra>` };
+        return { x: one.rounds, y: line, name: escaped(one.names[i]), mode: one.rounds.length > 1 && !(state.client && strong && one.rounds.length < 40) ? "lines" : "lines+markers", marker: { size: 5, color: paint }, line: { color: paint, width: strong ? 2.6 : 1.1 }, opacity: strong ? 1 : state.client ? 0.07 : Math.max(0.22, 0.55 - values.length / 400), hovertemplate: `<b>${escaped(one.names[i])}</b><br>round %{x}: %{y:.4~g}<extra></extra>` };
       });
       const strong = state.client ? alone : worst;
-      const told = strong < 0 ? "" : `${state.client ? "" : "worst: "}${clipped(one.names[strong], 28)}, ${number(last(values[strong] || []))}`;
-      const plot = card(at("clients"), String(one.method), D.methods[one.method].name, told);
+      const label = strong < 0 ? "" : `${state.client ? "" : "worst: "}${clipped(one.names[strong], 28)}, ${number(last(values[strong] || []))}`;
+      const plot = card(byId("clients"), String(one.method), D.methods[one.method].name, label);
       draw(plot, traces, { xaxis: rounds(one.rounds), yaxis: all.length ? { range: [low - room, high + room] } : {}, height: 300 }, (point) => isolate(one.names[point.curveNumber]));
     }
-    settle(at("clients"));
+    flush(byId("clients"));
   };
 
-  // The last number of every client, a row a method.
+  // Final values: one dot per client, one row per method.
   const strip = () => {
     const key = `${state.split}.${metric()}`, rows = D.methods.length, traces = [], annotations = [];
-    at("head-strip").textContent = `${spoken(metric())[0].toUpperCase()}${spoken(metric()).slice(1)} at the end, client by client`;
-    at("about-strip").textContent = `A dot is a client${D.methods.some((method) => method.seeds.length > 1) ? " of one seed" : ""} on its own ${state.split} data, the tall mark the mean of a row. Click a dot to follow this client through the page.`;
+    byId("head-strip").textContent = `${words(metric())[0].toUpperCase()}${words(metric()).slice(1)} at the end, per client`;
+    byId("about-strip").textContent = `Each dot is a client${D.methods.some((method) => method.seeds.length > 1) ? " under one seed" : ""} on its ${state.split} data; the vertical line is the mean of the row. Click a dot to highlight this client in all plots.`;
     D.methods.forEach((method, i) => {
       const x = [], y = [], who = [], names = [], on = [];
       for (const one of D.clients.filter((each) => each.method === i)) {
@@ -196,48 +196,48 @@
           const value = last(line);
           if (value === null) return;
           x.push(value); y.push(rows - 1 - i + (((k * 0.618 + one.seed * 0.37) % 1) - 0.5) * 0.36);
-          names.push(one.names[k]); who.push(`<b>${plain(one.names[k])}</b>, seed ${one.seed}`);
+          names.push(one.names[k]); who.push(`<b>${escaped(one.names[k])}</b>, seed ${one.seed}`);
           on.push(!state.client || one.names[k] === state.client);
         });
       }
       const mean = x.reduce((sum, value) => sum + value, 0) / x.length;
-      traces.push({ x, y, customdata: names.map((name, k) => [name, who[k]]), mode: "markers", name: plain(method.name), marker: { color: colour(i), size: on.map((yes) => (state.client && yes ? 13 : 9)), opacity: on.map((yes) => (yes ? (state.client ? 1 : 0.6) : 0.1)), line: { width: 1, color: css("--card") } }, hovertemplate: "%{customdata[1]}<br>%{x:.4~g}<extra></extra>" });
+      traces.push({ x, y, customdata: names.map((name, k) => [name, who[k]]), mode: "markers", name: escaped(method.name), marker: { color: colour(i), size: on.map((yes) => (state.client && yes ? 13 : 9)), opacity: on.map((yes) => (yes ? (state.client ? 1 : 0.6) : 0.1)), line: { width: 1, color: css("--card") } }, hovertemplate: "%{customdata[1]}<br>%{x:.4~g}<extra></extra>" });
       if (x.length) traces.push({ x: [mean, mean], y: [rows - 1 - i - 0.24, rows - 1 - i + 0.24], mode: "lines", line: { color: css("--ink"), width: 2 }, hovertemplate: "mean %{x:.4~g}<extra></extra>", name: "mean" });
-      annotations.push({ x: 0, xref: "paper", xanchor: "left", y: rows - 1 - i + 0.29, yanchor: "bottom", text: plain(clipped(method.name, 44)), showarrow: false, font: { size: 13, color: css("--ink") } });
+      annotations.push({ x: 0, xref: "paper", xanchor: "left", y: rows - 1 - i + 0.29, yanchor: "bottom", text: escaped(clipped(method.name, 44)), showarrow: false, font: { size: 13, color: css("--ink") } });
     });
-    const plot = card(at("strip"), "strip", "", "");
-    draw(plot, traces, { annotations, height: 96 * rows + 60, margin: { l: 10, r: 14, t: 8, b: 44 }, xaxis: { title: { text: `${spoken(metric())}, ${state.split} data` } }, yaxis: { visible: false, range: [-0.45, rows - 0.3], fixedrange: true } }, (point) => { if (point.customdata) isolate(point.customdata[0]); });
-    settle(at("strip"));
+    const plot = card(byId("strip"), "strip", "", "");
+    draw(plot, traces, { annotations, height: 96 * rows + 60, margin: { l: 10, r: 14, t: 8, b: 44 }, xaxis: { title: { text: `${words(metric())}, ${state.split} data` } }, yaxis: { visible: false, range: [-0.45, rows - 0.3], fixedrange: true } }, (point) => { if (point.customdata) isolate(point.customdata[0]); });
+    flush(byId("strip"));
   };
 
-  // Weights: a row a client, a column an evaluated round; one scale for all methods.
+  // Weights: one row per client, one column per evaluated round; one colour scale for all methods.
   const weights = () => {
     const found = shownClients().filter((one) => one.weights && one.names.length);
-    at("section-weights").hidden = !found.length;
+    byId("section-weights").hidden = !found.length;
     const partial = found.some((one) => one.partial);
-    at("about-weights").textContent = `How much each client weighs in a round (r, adding up to 1${partial ? "; where only some take part, what each would weigh among all" : ""}). A method that looks after the worst-off moves weight to clients with a larger loss.`;
+    byId("about-weights").textContent = `The weight r of each client per round; weights sum to 1${partial ? " (with partial participation: the weight that a client would have among all)" : ""}. Robust methods shift weight to clients with a larger loss.`;
     const top = found.flatMap((one) => one.weights.flat()).reduce((a, b) => Math.max(a, b || 0), 0);
     for (const one of found) {
       const n = one.names.length, places = one.names.map((_, i) => i), step = Math.ceil(n / 26);
       const ticks = places.filter((i) => i % step === 0), alone = one.names.indexOf(state.client);
-      const trace = { type: "heatmap", x: one.rounds.map(String), y: places, z: one.weights, zmin: 0, zmax: top || 1, customdata: one.names.map((name) => one.rounds.map(() => plain(name))), colorscale: [[0, css("--card")], [0.5, faded(colour(one.method), 0.55)], [1, colour(one.method)]], hovertemplate: "<b>%{customdata}</b><br>round %{x}: r = %{z:.4~g}<extra></extra>", colorbar: { thickness: 8, outlinewidth: 0, len: 1, x: 1.01, xpad: 4, nticks: 4 } };
+      const trace = { type: "heatmap", x: one.rounds.map(String), y: places, z: one.weights, zmin: 0, zmax: top || 1, customdata: one.names.map((name) => one.rounds.map(() => escaped(name))), colorscale: [[0, css("--card")], [0.5, faded(colour(one.method), 0.55)], [1, colour(one.method)]], hovertemplate: "<b>%{customdata}</b><br>round %{x}: r = %{z:.4~g}<extra></extra>", colorbar: { thickness: 8, outlinewidth: 0, len: 1, x: 1.01, xpad: 4, nticks: 4 } };
       const shapes = alone < 0 ? [] : [{ type: "rect", xref: "paper", x0: 0, x1: 1, y0: alone - 0.5, y1: alone + 0.5, line: { color: css("--ink"), width: 2 } }];
-      const plot = card(at("weights"), String(one.method), D.methods[one.method].name, alone < 0 ? "" : `${clipped(state.client, 28)}, ${number(last(one.weights[alone]))} at the end`);
-      draw(plot, [trace], { shapes, height: Math.max(190, Math.min(560, 15 * n + 80)), margin: { l: 30, r: 6, t: 10, b: 44 }, xaxis: { title: { text: "round" }, nticks: 8, type: "category" }, yaxis: { autorange: "reversed", tickmode: "array", tickvals: ticks, ticktext: ticks.map((i) => plain(clipped(one.names[i], 16))), showgrid: false } }, (point) => isolate(one.names[point.y]));
+      const plot = card(byId("weights"), String(one.method), D.methods[one.method].name, alone < 0 ? "" : `${clipped(state.client, 28)}, ${number(last(one.weights[alone]))} at the end`);
+      draw(plot, [trace], { shapes, height: Math.max(190, Math.min(560, 15 * n + 80)), margin: { l: 30, r: 6, t: 10, b: 44 }, xaxis: { title: { text: "round" }, nticks: 8, type: "category" }, yaxis: { autorange: "reversed", tickmode: "array", tickvals: ticks, ticktext: ticks.map((i) => escaped(clipped(one.names[i], 16))), showgrid: false } }, (point) => isolate(one.names[point.y]));
     }
-    settle(at("weights"));
+    flush(byId("weights"));
   };
 
   // Tables.
   const row = (cells) => { const made = element("tr"); made.append(...cells); return made; };
   const tables = () => {
     const table = D.table, several = D.methods.length > 1, seeds = table.rows.some((one) => one.seeds > 1);
-    at("about-table").textContent = `${table.about[0].toUpperCase()}${table.about.slice(1)} after the last evaluated round, each client counted once.${seeds ? " Means over seeds; ± is the standard error." : ""}${several ? ` The best of a column is bold${seeds ? "; ~ cannot be told from it (less than two standard errors)" : ""}.` : ""}`;
+    byId("about-table").textContent = `${table.about[0].toUpperCase()}${table.about.slice(1)} after the last evaluated round; every client counts equally.${seeds ? " Means over seeds; ± is the standard error." : ""}${several ? ` The best of a column is bold${seeds ? "; ~ within noise of it (two standard errors)" : ""}.` : ""}`;
     const head = element("thead"), body = element("tbody");
     head.append(row(["method", ...table.columns].map((name) => element("th", name, { scope: "col" }))));
     for (const one of table.rows) {
       const name = element("th", one.personal ? "" : one.name, { scope: "row" });
-      if (one.personal) name.append(element("small", "its personal models"));
+      if (one.personal) name.append(element("small", "personal models"));
       body.append(row([name, ...one.cells.map((cell) => {
         if (!cell) return element("td");
         const made = element("td", number(cell.value), cell.best ? { class: "best" } : {});
@@ -246,7 +246,7 @@
         return made;
       })]));
     }
-    at("table").replaceChildren(head, body);
+    byId("table").replaceChildren(head, body);
     const { names, differ, same } = D.configs;
     const listed = (rows, more = []) => {
       const heads = element("thead"), lines = element("tbody");
@@ -254,12 +254,12 @@
       for (const one of [...more, ...rows]) lines.append(row([element("th", one.key, { scope: "row" }), ...one.values.map((value) => element("td", value))]));
       return [heads, lines];
     };
-    at("about-configs").textContent = differ.length ? "What the runs differ in." : several ? "The runs do not differ in their settings." : "";
-    at("differ").parentElement.hidden = !differ.length;
-    at("differ").replaceChildren(...listed(differ));
-    at("shared").querySelector("summary").textContent = names.length > 1 ? `The ${same.length} settings that they share, and the seeds` : `All ${same.length} settings`;
-    at("same").replaceChildren(...listed(same, [{ key: "seeds", values: D.configs.seeds }]));
-    at("notes").replaceChildren(...D.notes.map((note) => element("li", note)));
+    byId("about-configs").textContent = differ.length ? "Settings that differ between the runs." : several ? "The runs have the same settings." : "";
+    byId("differ").parentElement.hidden = !differ.length;
+    byId("differ").replaceChildren(...listed(differ));
+    byId("shared").querySelector("summary").textContent = names.length > 1 ? `${same.length} shared settings, and the seeds` : `All ${same.length} settings`;
+    byId("same").replaceChildren(...listed(same, [{ key: "seeds", values: D.configs.seeds }]));
+    byId("notes").replaceChildren(...D.notes.map((note) => element("li", note)));
   };
 
   const drawAll = () => {
@@ -270,8 +270,8 @@
   };
   const show = (next) => {
     D = next;
-    at("title").textContent = D.title;
-    at("verdict").replaceChildren(...D.verdict.map((sentence) => element("p", sentence)));
+    byId("title").textContent = D.title;
+    byId("verdict").replaceChildren(...D.verdict.map((sentence) => element("p", sentence)));
     if (D.splits && !D.splits.includes(state.split)) state.split = D.split;
     drawAll();
   };
@@ -279,7 +279,7 @@
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   drawAll();
 
-  // A live page asks its own server for what is new, and says how it stands.
+  // A live page polls its server for updates and shows the state of the run.
   if (D.live) {
     let seen = "", missed = 0;
     const poll = async () => {
@@ -287,10 +287,10 @@
         const answer = await fetch(`data.json?seen=${encodeURIComponent(seen)}`, { cache: "no-store" });
         if (answer.status === 200) { const next = await answer.json(); seen = next.version; show(next); }
         missed = 0;
-        at("state").textContent = D.waiting ? "waiting" : D.done ? "finished" : "live";
+        byId("state").textContent = D.waiting ? "waiting" : D.done ? "finished" : "live";
       } catch (error) {
         missed += 1;
-        at("state").textContent = "no answer from comfedl watch";
+        byId("state").textContent = "comfedl watch does not answer";
       }
       document.documentElement.dataset.polled = seen;
       if (missed < 5) setTimeout(poll, 1500);

@@ -1,4 +1,4 @@
-"""Runs as they lie in their folders, also while they are being written, grouped by method over seeds."""
+"""Read run folders, also while they are being written, and group the runs by method over seeds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from comfedl.utils.errors import ConfigError, RunFolderError
 from comfedl.utils.toml import flat
 
 Settings = dict[str, Any]
-START = re.compile(rb'\{"round": (\d+), "client": ("(?:[^"\\]|\\.)*")')
+LINE_START = re.compile(rb'\{"round": (\d+), "client": ("(?:[^"\\]|\\.)*")')
 
 
 @dataclass(frozen=True)
-class Clients:
-    """What clients were recorded with: for each name a matrix, clients by rounds, NaN where there is no number."""
+class ClientRecords:
+    """Recorded values per client: for each key a matrix [clients, rounds], NaN where nothing was recorded."""
 
     names: Sequence[str]
     rounds: Sequence[int]
@@ -32,45 +32,45 @@ class Clients:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its config, a row an evaluated round, and where the clients' rows are."""
+    """One run: its config, one row per evaluated round, and where its client rows are."""
 
     settings: Settings
     rounds: Sequence[Row]
     done: bool
     seconds: float | None = None
     folder: Path | None = None
-    kept: Sequence[Row] = field(default=(), repr=False)
-    """The clients' rows, for a run that has no folder."""
+    client_rows: Sequence[Row] = field(default=(), repr=False)
+    """The rows of clients.jsonl, for a run without a folder."""
 
     @property
     def seed(self) -> int:
         return int(self.settings.get("seed", 0))
 
-    def number(self, key: str) -> float | None:
-        """A number of the last evaluated round."""
+    def final_value(self, key: str) -> float | None:
+        """A value of the last evaluated round."""
         value = self.rounds[-1].get(key) if self.rounds else None
         return float(value) if isinstance(value, int | float) else None
 
-    def last_clients(self) -> list[Row]:
-        """The clients' rows of the last evaluated round."""
+    def final_client_rows(self) -> list[Row]:
+        """The client rows of the last evaluated round."""
         if self.folder is None:
-            last = max((row["round"] for row in self.kept), default=0)  # type: ignore[type-var]
-            return [row for row in self.kept if row["round"] == last]
+            last = max((row["round"] for row in self.client_rows), default=0)  # type: ignore[type-var]
+            return [row for row in self.client_rows if row["round"] == last]
         return last_rows(self.folder / "clients.jsonl")
 
-    def clients(self, names: Sequence[str], rounds: Collection[int]) -> Clients:
-        """The records of these clients at these rounds."""
+    def client_records(self, names: Sequence[str], rounds: Collection[int]) -> ClientRecords:
+        """The records of these clients in these rounds."""
         if self.folder is None:
             wanted = set(names)
-            rows: Iterable[Row] = (row for row in self.kept if row["client"] in wanted and row["round"] in rounds)
+            rows: Iterable[Row] = (r for r in self.client_rows if r["client"] in wanted and r["round"] in rounds)
         else:
-            rows = _chosen(self.folder / "clients.jsonl", names, rounds)
-        return gather(rows, names)
+            rows = _matching_rows(self.folder / "clients.jsonl", names, rounds)
+        return to_matrices(rows, names)
 
 
 @dataclass(frozen=True)
 class Method:
-    """Runs that differ in nothing but their seed."""
+    """Runs whose configs differ only in the seed."""
 
     name: str
     runs: Sequence[Run]
@@ -79,13 +79,13 @@ class Method:
     def settings(self) -> Settings:
         return self.runs[0].settings
 
-    def numbers(self, key: str) -> dict[int, float]:
-        """Seed -> a number of the run's last evaluated round, where there is one."""
-        found = {run.seed: run.number(key) for run in self.runs}
-        return {seed: number for seed, number in found.items() if number is not None and np.isfinite(number)}
+    def final_values(self, key: str) -> dict[int, float]:
+        """Seed -> a value of that run's last evaluated round, where it is recorded and finite."""
+        values = {run.seed: run.final_value(key) for run in self.runs}
+        return {seed: value for seed, value in values.items() if value is not None and np.isfinite(value)}
 
 
-# Finding runs.
+# Finding run folders.
 
 
 def is_run(path: Path) -> bool:
@@ -94,34 +94,34 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """The folders of runs that are given, or lie below what is given, each once."""
+    """All run folders at or below the given paths, without duplicates."""
     found: dict[Path, Path] = {}
     for path in paths:
-        runs = [path] if is_run(path) else _below(path)
+        runs = [path] if is_run(path) else _runs_below(path)
         if not runs:
-            what = "is not there" if not path.exists() else "holds no run (a folder with config.toml and rounds.jsonl)"
-            raise ConfigError(f"{path} {what}; give a run's folder, or a folder of runs.")
+            fault = "holds no run (no config.toml and rounds.jsonl)" if path.exists() else "does not exist"
+            raise ConfigError(f"{path} {fault}; give a run folder, or a folder of runs.")
         for run in runs:
             found.setdefault(run.resolve(), run)
     return list(found.values())
 
 
-def _below(path: Path) -> list[Path]:
+def _runs_below(path: Path) -> list[Path]:
     runs = [records.parent for records in path.rglob("rounds.jsonl") if is_run(records.parent)]
     visible = [run for run in runs if not any(part.startswith(".") for part in run.relative_to(path).parts)]
-    return sorted(visible, key=lambda run: [_natural(part) for part in run.parts])
+    return sorted(visible, key=lambda run: [_natural_order(part) for part in run.parts])
 
 
-def _natural(text: str) -> list[tuple[int, str]]:
-    """Numbers in names count as numbers: seed-10 comes after seed-9."""
+def _natural_order(text: str) -> list[tuple[int, str]]:
+    """Sort key that reads digits as numbers: seed-10 comes after seed-9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
-# Reading them.
+# Reading run folders.
 
 
 def read_run(folder: Path) -> Run:
-    """A run's folder as it is now."""
+    """Read a run folder in its current state."""
     try:
         settings = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
         rounds = list(read_rows(folder / "rounds.jsonl"))
@@ -133,7 +133,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file of records; a last line that is still being written is left out."""
+    """The rows of a JSONL file, without a last line that is still being written."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -141,104 +141,105 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def last_rows(path: Path) -> list[Row]:
-    """The rows of a file's last round, read from its end; nothing where there is no file yet."""
+    """The last round's rows of a JSONL file, read from its end since it may be huge; empty if there is no file."""
     if not path.exists():
         return []
-    size, step = path.stat().st_size, 1 << 16
+    size, window = path.stat().st_size, 1 << 16
     while True:
         with path.open("rb") as file:
-            file.seek(max(0, size - step))
-            text = file.read(min(size, step))
+            file.seek(max(0, size - window))
+            text = file.read(min(size, window))
         lines = text[: text.rfind(b"\n") + 1].splitlines()
-        if step < size:
-            lines = lines[1:]  # the first may have been cut
+        if window < size:
+            lines = lines[1:]  # the first one may be cut off
         rows: list[Row] = []
-        if lines and (step >= size or _round(lines[0]) != _round(lines[-1])):
-            last = _round(lines[-1])
-            rows = [json.loads(line) for line in lines if _round(line) == last]
-        if rows or step >= size:
+        # Only a change of round shows that the last round is in the window as a whole.
+        if lines and (window >= size or _round_of(lines[0]) != _round_of(lines[-1])):
+            last = _round_of(lines[-1])
+            rows = [json.loads(line) for line in lines if _round_of(line) == last]
+        if rows or window >= size:
             return rows
-        step *= 4
+        window *= 4
 
 
-def _round(line: bytes) -> int:
-    found = START.match(line)
-    return int(found[1]) if found else int(json.loads(line)["round"])
+def _round_of(line: bytes) -> int:
+    start = LINE_START.match(line)
+    return int(start[1]) if start else int(json.loads(line)["round"])
 
 
-def _chosen(path: Path, names: Sequence[str], rounds: Collection[int]) -> Iterator[Row]:
-    """Some clients' rows at some rounds; of the others only the beginning of the line is looked at."""
+def _matching_rows(path: Path, names: Sequence[str], rounds: Collection[int]) -> Iterator[Row]:
+    """The rows of some clients in some rounds; other lines are skipped by their start, which is far faster."""
     if not path.exists():
         return
-    wanted, written = set(names), {json.dumps(name).encode() for name in names}
+    wanted, encoded = set(names), {json.dumps(name).encode() for name in names}
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            start = START.match(line)
-            if start is not None and (int(start[1]) not in rounds or start[2] not in written):
+            start = LINE_START.match(line)
+            if start is not None and (int(start[1]) not in rounds or start[2] not in encoded):
                 continue
             row = json.loads(line)
             if row["round"] in rounds and row["client"] in wanted:
                 yield row
 
 
-def gather(rows: Iterable[Row], names: Sequence[str]) -> Clients:
-    """Rows as matrices; the rounds are those that there are."""
-    found = list(rows)
-    rounds = list(dict.fromkeys(int(row["round"]) for row in found))  # type: ignore[arg-type]
-    place, when = {name: i for i, name in enumerate(names)}, {number: i for i, number in enumerate(rounds)}
-    keys = dict.fromkeys(key for row in found for key in row if key not in ("round", "client"))
+def to_matrices(rows: Iterable[Row], names: Sequence[str]) -> ClientRecords:
+    """Client rows as one matrix per key, over the rounds that occur."""
+    rows = list(rows)
+    rounds = list(dict.fromkeys(int(row["round"]) for row in rows))  # type: ignore[arg-type]
+    row_of, column_of = {name: i for i, name in enumerate(names)}, {number: j for j, number in enumerate(rounds)}
+    keys = dict.fromkeys(key for row in rows for key in row if key not in ("round", "client"))
     values = {key: np.full((len(names), len(rounds)), np.nan) for key in keys}
-    for row in found:
-        i, j = place[str(row["client"])], when[int(row["round"])]  # type: ignore[arg-type]
+    for row in rows:
+        i, j = row_of[str(row["client"])], column_of[int(row["round"])]  # type: ignore[arg-type]
         for key, value in row.items():
             if key in values and value is not None:
                 values[key][i, j] = value
-    return Clients(names, rounds, values)
+    return ClientRecords(names, rounds, values)
 
 
-# Grouping them.
+# Grouping runs.
 
 
 def read_methods(paths: Iterable[Path], names: Mapping[Path, str] | None = None) -> tuple[list[Method], list[str]]:
-    """The runs of these folders by method, and what the reader must know of how they were put together."""
-    named = names or {}
-    return group([(named.get(folder) or _label(folder), read_run(folder)) for folder in find_runs(paths)])
+    """The runs at these paths grouped by method, and notes for the user on how they were grouped."""
+    names = names or {}
+    return group([(names.get(folder) or _label(folder), read_run(folder)) for folder in find_runs(paths)])
 
 
-def group(named: Iterable[tuple[str, Run]]) -> tuple[list[Method], list[str]]:
-    """Put runs together whose configs differ in the seed alone; the same run twice would not be two seeds."""
+def group(labelled: Iterable[tuple[str, Run]]) -> tuple[list[Method], list[str]]:
+    """Group runs whose configs differ only in the seed; a copy of a run does not count as a further seed."""
     notes, found = [], dict[str, dict[int, tuple[str, Run]]]()
-    for label, run in named:
+    for label, run in labelled:
         key = json.dumps({name: value for name, value in run.settings.items() if name != "seed"}, sort_keys=True)
         seeds = found.setdefault(key, {})
         if run.seed in seeds:
-            other = seeds[run.seed][1]
-            notes.append(f"{run.folder or label} is the same run as {other.folder or label}; it counts once.")
+            first = seeds[run.seed][1]
+            notes.append(f"{run.folder or label} is the same run as {first.folder or label} and is ignored.")
         else:
             seeds[run.seed] = (label, run)
     methods = [_method(list(seeds.values())) for seeds in found.values()]
-    return _told_apart(methods), notes
+    return _with_unique_names(methods), notes
 
 
-def _method(named: Sequence[tuple[str, Run]]) -> Method:
-    labels = list(dict.fromkeys(label for label, _ in named))
-    runs = sorted((run for _, run in named), key=lambda run: run.seed)
+def _method(labelled: Sequence[tuple[str, Run]]) -> Method:
+    labels = list(dict.fromkeys(label for label, _ in labelled))
+    runs = sorted((run for _, run in labelled), key=lambda run: run.seed)
     name = labels[0] if len(labels) == 1 else str(runs[0].settings.get("algorithm", {}).get("name", labels[0]))
     return Method(name, runs)
 
 
-def _told_apart(methods: Sequence[Method]) -> list[Method]:
-    """Methods of the same name get what they differ in behind it."""
+def _with_unique_names(methods: Sequence[Method]) -> list[Method]:
+    """Append to equal names the settings in which the methods differ."""
     out: list[Method] = []
     for method in methods:
-        like = [flat(other.settings) for other in methods if other.name == method.name]
-        if len(like) > 1:
+        namesakes = [flat(other.settings) for other in methods if other.name == method.name]
+        if len(namesakes) > 1:
             own = flat(method.settings)
-            differ = [key for key in own if key != "seed" and any(other.get(key) != own[key] for other in like)]
-            told = ", ".join(f"{key.removeprefix('algorithm.')}={own[key]}" for key in differ[:3])
-            method = replace(method, name=f"{method.name} ({told or len(out) + 1})")
+            differ = [key for key in own if key != "seed" and any(other.get(key) != own[key] for other in namesakes)]
+            suffix = ", ".join(f"{key.removeprefix('algorithm.')}={own[key]}" for key in differ[:3])
+            method = replace(method, name=f"{method.name} ({suffix or len(out) + 1})")
         out.append(method)
     names = [method.name for method in out]
     return [
@@ -248,6 +249,6 @@ def _told_apart(methods: Sequence[Method]) -> list[Method]:
 
 
 def _label(folder: Path) -> str:
-    """A folder's name; that of the one above where it is a seed's."""
+    """The folder's name, or its parent's if it is named after a seed."""
     resolved = folder.resolve()
     return resolved.parent.name if re.fullmatch(r"(seed|run)[-_]?\d+", resolved.name) else resolved.name

@@ -1,194 +1,190 @@
-"""All that the page and the pictures show, as plain values: curves with bands, clients, the table, the configs."""
+"""The contents of a report as plain values, for the page and the PNGs: curves, clients, the table, the configs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from comfedl.analysis.read_runs import Method, Run
-from comfedl.analysis.stats import Measures, difference, error, measures
+from comfedl.analysis.stats import MetricChoice, choose_metric, difference, standard_error
 from comfedl.analysis.summary_text import verdict
 from comfedl.core.client_statistics import Row, smaller_is_better
 from comfedl.utils.toml import flat
 
-MOST_CLIENTS = 200  # more than these are shown by the worst, the best and a sample
-MOST_ROUNDS = 150  # points of a curve
-FEWEST_ROUNDS = 40
-MOST_NUMBERS = 300_000  # of clients' curves in one page
+MAX_CLIENTS = 200  # of more, the page shows the worst, the best and a sample
+MAX_ROUNDS = 150  # points per curve
+MIN_ROUNDS = 40  # points per client curve when space is short
+MAX_CLIENT_VALUES = 300_000  # of all client curves together, or the page becomes slow
 
 Numbers = list[float | None]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How to judge, where the reader has said so, and what else the verdict must say."""
+class ReportOptions:
+    """The split and metric to compare by, and cautions to add to the verdict."""
 
     split: str | None = None
     metric: str | None = None
-    beware: Sequence[str] = ()
+    cautions: Sequence[str] = ()
 
 
-def contents(methods: Sequence[Method], notes: Sequence[str] = (), asked: Asked | None = None) -> dict[str, Any]:
-    """What a page shows of these methods."""
+def report_contents(
+    methods: Sequence[Method], notes: Sequence[str] = (), options: ReportOptions | None = None
+) -> dict[str, Any]:
+    """The contents of a report on these methods."""
     methods = [method for method in methods if any(run.rounds for run in method.runs)] or list(methods)
-    asked = asked or Asked()
-    by = measures(methods, asked.split, asked.metric)
-    shown, told = _clients(methods, by)
+    options = options or ReportOptions()
+    choice = choose_metric(methods, options.split, options.metric)
+    clients, sampling = _clients(methods, choice)
     return {
-        "title": titled([method.name for method in methods]),
-        "verdict": [*verdict(methods, by), *asked.beware],
+        "title": joined([method.name for method in methods]),
+        "verdict": [*verdict(methods, choice), *options.cautions],
         "notes": list(notes),
-        "sampled": told,
-        "splits": list(by.splits),
-        "metrics": list(by.metrics),
-        "personal": by.personal,
-        "split": by.split,
-        "metric": by.base,
-        "first": "personal" if by.metric != by.base else "global",
-        "smaller": [metric for metric in by.metrics if smaller_is_better(metric)],
-        "methods": [_method(method, by) for method in methods],
-        "clients": shown,
-        "table": table(methods, by),
+        "sampled": sampling,
+        "splits": list(choice.splits),
+        "metrics": list(choice.metrics),
+        "personal": choice.has_personal,
+        "split": choice.split,
+        "metric": choice.base_metric,
+        "first": "personal" if choice.metric != choice.base_metric else "global",
+        "smaller": [metric for metric in choice.metrics if smaller_is_better(metric)],
+        "methods": [_method(method, choice) for method in methods],
+        "clients": clients,
+        "table": table(methods, choice),
         "configs": configs(methods),
         "done": all(run.done for method in methods for run in method.runs),
     }
 
 
-def titled(names: Sequence[str], most: int = 4) -> str:
-    """Names in a row, as one says them.
+def joined(names: Sequence[str], limit: int = 4) -> str:
+    """Names as a phrase.
 
-    >>> titled(["FedAvg", "DRFA", "ComFedL"])
+    >>> joined(["FedAvg", "DRFA", "ComFedL"])
     'FedAvg, DRFA and ComFedL'
     """
-    named = [*names] if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
-    return named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+    listed = [*names] if len(names) <= limit else [*names[: limit - 1], f"{len(names) - limit + 1} more"]
+    return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
 
 
 # Curves over seeds.
 
 
-def _method(method: Method, by: Measures) -> dict[str, Any]:
+def _method(method: Method, choice: MetricChoice) -> dict[str, Any]:
     keys = [
-        f"{split}.{prefix}{metric}.{kind}"
-        for split in by.splits
-        for prefix in by.prefixes
-        for metric in by.metrics
-        for kind in ("mean", "worst")
+        f"{split}.{prefix}{metric}.{statistic}"
+        for split in choice.splits
+        for prefix in choice.prefixes
+        for metric in choice.metrics
+        for statistic in ("mean", "worst")
     ]
-    found = {key: curve(method, key) for key in (*keys, "effective_clients")}
+    curves = {key: _curve(method, key) for key in (*keys, "effective_clients")}
     return {
         "name": method.name,
         "seeds": [run.seed for run in method.runs],
-        "curves": {key: one for key, one in found.items() if one["rounds"]},
+        "curves": {key: curve for key, curve in curves.items() if curve["rounds"]},
     }
 
 
-def curve(method: Method, key: str) -> dict[str, Numbers]:
-    """A number over the rounds: the mean over the seeds that have come so far, and the lowest and the highest."""
+def _curve(method: Method, key: str) -> dict[str, Numbers]:
+    """A metric over rounds: its mean, minimum and maximum over seeds."""
     by_round: dict[int, list[float]] = {}
     for run in method.runs:
         for row in run.rounds:
             value = row.get(key)
             if isinstance(value, int | float) and math.isfinite(value):
                 by_round.setdefault(int(row["round"]), []).append(value)  # type: ignore[arg-type]
-    whole = [number for number in sorted(by_round) if len(by_round[number]) == len(method.runs)]
-    rounds = _thinned(whole or sorted(by_round))  # where no round has all the seeds, those that there are
+    complete = [number for number in sorted(by_round) if len(by_round[number]) == len(method.runs)]
+    rounds = _thinned(complete or sorted(by_round))  # all rounds if none has every seed yet
     return {
         "rounds": [*rounds],
-        "mean": [short(float(np.mean(by_round[number]))) for number in rounds],
-        "low": [short(min(by_round[number])) for number in rounds],
-        "high": [short(max(by_round[number])) for number in rounds],
+        "mean": [_rounded(float(np.mean(by_round[number]))) for number in rounds],
+        "low": [_rounded(min(by_round[number])) for number in rounds],
+        "high": [_rounded(max(by_round[number])) for number in rounds],
     }
 
 
-def _thinned(rounds: Sequence[int], most: int = MOST_ROUNDS) -> list[int]:
-    """At most so many, evenly spread, the first and the last among them."""
-    if len(rounds) <= most:
+def _thinned(rounds: Sequence[int], limit: int = MAX_ROUNDS) -> list[int]:
+    """At most ``limit`` rounds, evenly spaced, including the first and the last."""
+    if len(rounds) <= limit:
         return list(rounds)
-    return [rounds[i] for i in np.unique(np.linspace(0, len(rounds) - 1, most).round().astype(int))]
+    return [rounds[i] for i in np.unique(np.linspace(0, len(rounds) - 1, limit).round().astype(int))]
 
 
 # Clients.
 
 
-def _clients(methods: Sequence[Method], by: Measures) -> tuple[list[dict[str, Any]], list[str]]:
-    """The clients of every run, or of each method's first where all would be too much to look at."""
-    told, out = [], []
-    runs = [(place, run, run.last_clients()) for place, method in enumerate(methods) for run in method.runs]
-    room = MOST_NUMBERS / max(1, sum(_width(rows) * min(len(rows), MOST_CLIENTS) for _, _, rows in runs))
-    if room < FEWEST_ROUNDS and any(len(method.runs) > 1 for method in methods):
-        runs = [(place, run, rows) for place, run, rows in runs if run is methods[place].runs[0]]
-        told.append("Clients are shown for each method's first seed; all seeds are in the curves and the table.")
-    each = MOST_NUMBERS / max(
-        1, sum(_width(rows) for _, _, rows in runs)
-    )  # clients times rounds that there is room for
-    most = int(min(MOST_CLIENTS, max(30, each / FEWEST_ROUNDS)))
-    largest = max((min(len(rows), most) for _, _, rows in runs), default=0)
-    rounds = int(min(MOST_ROUNDS, max(FEWEST_ROUNDS, each / max(1, largest))))
-    for place, run, rows in runs:
-        names = chosen(rows, by, most)
+def _clients(methods: Sequence[Method], choice: MetricChoice) -> tuple[list[dict[str, Any]], list[str]]:
+    """The client curves of every run (or of each method's first run, if all are too many), and notes on sampling."""
+    notes, out = [], []
+    runs = [(i, run, run.final_client_rows()) for i, method in enumerate(methods) for run in method.runs]
+    rounds_left = MAX_CLIENT_VALUES / max(1, sum(_width(rows) * min(len(rows), MAX_CLIENTS) for _, _, rows in runs))
+    if rounds_left < MIN_ROUNDS and any(len(method.runs) > 1 for method in methods):
+        runs = [(i, run, rows) for i, run, rows in runs if run is methods[i].runs[0]]
+        notes.append("Clients are shown for each method's first seed; the curves and the table cover all seeds.")
+    budget = MAX_CLIENT_VALUES / max(1, sum(_width(rows) for _, _, rows in runs))  # clients times rounds
+    max_clients = int(min(MAX_CLIENTS, max(30, budget / MIN_ROUNDS)))
+    largest = max((min(len(rows), max_clients) for _, _, rows in runs), default=0)
+    max_rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, budget / max(1, largest))))
+    for i, run, rows in runs:
+        names = _select_clients(rows, choice, max_clients)
         if len(names) < len(rows):
-            told.append(_sampled(len(names), len(rows)))
-        out.append({"method": place, "seed": run.seed, **_shown(run, names, rounds)})
-    return out, list(dict.fromkeys(told))
+            third = len(names) // 3
+            notes.append(
+                f"Of {len(rows):,} clients, {len(names)} are shown individually: the worst {third}, the best {third} "
+                "and a sample of the others. The curves and the table cover all."
+            )
+        out.append({"method": i, "seed": run.seed, **_client_curves(run, names, max_rounds)})
+    return out, list(dict.fromkeys(notes))
 
 
 def _width(rows: Sequence[Row]) -> int:
-    """How many numbers a client has in a round."""
+    """Values per client and round, without the keys round and client."""
     return len(rows[0]) - 2 if rows else 0
 
 
-def _sampled(shown: int, clients: int) -> str:
-    third = shown // 3
-    return (
-        f"Of {clients:,} clients, {shown} are shown one by one: the worst {third}, the best {third} and a "
-        "sample of the others. The curves and the table are of all."
-    )
-
-
-def chosen(rows: Sequence[Row], by: Measures, most: int = MOST_CLIENTS) -> list[str]:
-    """The clients to show, in the order of the records: all, or the worst, the best and evenly drawn others."""
-    if len(rows) <= most:
+def _select_clients(rows: Sequence[Row], choice: MetricChoice, limit: int) -> list[str]:
+    """The clients to show, in recorded order: all, or the worst, the best and an even sample of the others."""
+    if len(rows) <= limit:
         return [str(row["client"]) for row in rows]
-    sign = -1 if smaller_is_better(by.metric) else 1
-    values = np.array([_float(row.get(by.key)) for row in rows])
-    order = np.argsort(np.nan_to_num(sign * values, nan=np.inf), kind="stable")  # the worst first
-    third = most // 3
-    middle = order[third:-third]
-    drawn = middle[np.linspace(0, len(middle) - 1, most - 2 * third).round().astype(int)]
-    return [str(rows[i]["client"]) for i in sorted({*order[:third], *order[-third:], *drawn})]
+    sign = -1 if smaller_is_better(choice.metric) else 1
+    values = np.array([_float(row.get(choice.key)) for row in rows])
+    worst_first = np.argsort(np.nan_to_num(sign * values, nan=np.inf), kind="stable")
+    third = limit // 3
+    middle = worst_first[third:-third]
+    sample = middle[np.linspace(0, len(middle) - 1, limit - 2 * third).round().astype(int)]
+    return [str(rows[i]["client"]) for i in sorted({*worst_first[:third], *worst_first[-third:], *sample})]
 
 
 def _float(value: object) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _shown(run: Run, names: Sequence[str], most_rounds: int) -> dict[str, Any]:
-    rounds = _thinned([int(row["round"]) for row in run.rounds], most_rounds)  # type: ignore[arg-type]
-    found = run.clients(names, set(rounds))
-    weights = found.values.get("weight")
-    duals = found.values.get("dual")
+def _client_curves(run: Run, names: Sequence[str], max_rounds: int) -> dict[str, Any]:
+    rounds = _thinned([int(row["round"]) for row in run.rounds], max_rounds)  # type: ignore[arg-type]
+    records = run.client_records(names, set(rounds))
+    weights, duals = records.values.get("weight"), records.values.get("dual")
+    # With partial participation most weights are 0; the duals show what each client would weigh among all.
     partial = weights is not None and bool((weights == 0).any()) and duals is not None
     r = duals if partial else weights
     return {
         "names": list(names),
-        "rounds": list(found.rounds),
+        "rounds": list(records.rounds),
         "values": {
-            key: [[short(value) for value in line] for line in matrix.tolist()]
-            for key, matrix in found.values.items()
+            key: [[_rounded(value) for value in line] for line in matrix.tolist()]
+            for key, matrix in records.values.items()
             if key not in ("weight", "dual")
         },
-        "weights": None if r is None else [[short(value) for value in line] for line in r.tolist()],
+        "weights": None if r is None else [[_rounded(value) for value in line] for line in r.tolist()],
         "partial": partial,
     }
 
 
-def short(value: float) -> float | None:
-    """A number with the digits that a picture can show; None for what is none."""
+def _rounded(value: float) -> float | None:
+    """Five significant digits, which is more than a plot can show; None for NaN and infinity."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
@@ -198,19 +194,20 @@ def short(value: float) -> float | None:
 STATISTICS = {"average": "mean", "worst": "worst", "worst 10 %": "worst10", "std over clients": "std"}
 
 
-def table(methods: Sequence[Method], by: Measures) -> dict[str, Any]:
-    """A row a method, and one for its personal models: means over seeds with their standard errors."""
+def table(methods: Sequence[Method], choice: MetricChoice) -> dict[str, Any]:
+    """One row per method, and one for its personal models: means over seeds with standard errors."""
     costs = [
-        {method.name: method.numbers("effective_clients") for method in methods},
+        {method.name: method.final_values("effective_clients") for method in methods},
         {method.name: _traffic(method) for method in methods},
         {m.name: {run.seed: run.seconds for run in m.runs if run.seconds is not None} for m in methods},
     ]
     rows: dict[str, list[dict[str, Any]]] = {method.name: [] for method in methods}
-    for prefix in by.prefixes:
+    for prefix in choice.prefixes:
+        key = f"{choice.split}.{prefix}{choice.base_metric}"
         columns = [
-            _column({m.name: m.numbers(f"{by.split}.{prefix}{by.base}.{kind}") for m in methods}, smaller)
-            for kind in STATISTICS.values()
-            for smaller in [kind == "std" or smaller_is_better(by.metric)]
+            _column({m.name: m.final_values(f"{key}.{statistic}") for m in methods}, smaller)
+            for statistic in STATISTICS.values()
+            for smaller in [statistic == "std" or smaller_is_better(choice.metric)]
         ]
         columns += [_column(cost if not prefix else {}, None) for cost in costs]
         for method in methods:
@@ -219,33 +216,33 @@ def table(methods: Sequence[Method], by: Measures) -> dict[str, Any]:
                 rows[method.name].append(
                     {"name": method.name, "personal": bool(prefix), "seeds": len(method.runs), "cells": cells}
                 )
-    made = [row for own in rows.values() for row in own]
+    all_rows = [row for own in rows.values() for row in own]
     heads = [*STATISTICS, "effective clients", "traffic, MB", "time, s"]
-    used = [i for i in range(len(heads)) if any((row["cells"][i] or {}).get("value") is not None for row in made)]
+    used = [i for i in range(len(heads)) if any((row["cells"][i] or {}).get("value") is not None for row in all_rows)]
     return {
-        "about": f"{by.base} on {by.split} data",
+        "about": f"{choice.base_metric} on {choice.split} data",
         "columns": [heads[i] for i in used],
-        "rows": [{**row, "cells": [row["cells"][i] for i in used]} for row in made],
+        "rows": [{**row, "cells": [row["cells"][i] for i in used]} for row in all_rows],
     }
 
 
 def _traffic(method: Method) -> dict[int, float]:
-    up, down = method.numbers("up_bytes"), method.numbers("down_bytes")
+    up, down = method.final_values("up_bytes"), method.final_values("down_bytes")
     return {seed: (up[seed] + down[seed]) / 1e6 for seed in up if seed in down}
 
 
-def _column(found: Mapping[str, Mapping[int, float]], smaller: bool | None) -> dict[str, dict[str, Any]]:
-    """A column's cells; where one end is better, the best is marked, and what cannot be told from it."""
-    means = {name: float(np.mean([*numbers.values()])) for name, numbers in found.items() if numbers}
+def _column(values: Mapping[str, Mapping[int, float]], smaller: bool | None) -> dict[str, dict[str, Any]]:
+    """One cell per method; unless ``smaller`` is None, marks the best and what is within noise of it."""
+    means = {name: float(np.mean([*by_seed.values()])) for name, by_seed in values.items() if by_seed}
     best = None
     if smaller is not None and len(means) > 1:
         best = (min if smaller else max)(means, key=lambda name: means[name])
     out = {}
-    for name, numbers in found.items():
-        noise = best is not None and name in means and difference(found[best], numbers).noise
+    for name, by_seed in values.items():
+        noise = best is not None and name in means and difference(values[best], by_seed).within_noise
         out[name] = {
-            "value": short(means[name]) if name in means else None,
-            "error": short(error([*numbers.values()])),
+            "value": _rounded(means[name]) if name in means else None,
+            "error": _rounded(standard_error([*by_seed.values()])),
             "best": name == best,
             "noise": bool(noise and name != best),
         }
@@ -253,21 +250,17 @@ def _column(found: Mapping[str, Mapping[int, float]], smaller: bool | None) -> d
 
 
 def configs(methods: Sequence[Method]) -> dict[str, Any]:
-    """Every setting, a column a method, those that differ first."""
+    """All settings, one column per method: those that differ, and those that are the same."""
     settings = [flat({key: value for key, value in method.settings.items() if key != "seed"}) for method in methods]
     keys = list(dict.fromkeys(key for one in settings for key in one))
     rows = [{"key": key, "values": [_text(one.get(key)) for one in settings]} for key in keys]
     differ = [row for row in rows if len(set(row["values"])) > 1]
     return {
         "names": [method.name for method in methods],
-        "seeds": [_listed(run.seed for run in method.runs) for method in methods],
+        "seeds": [", ".join(str(run.seed) for run in method.runs) for method in methods],
         "differ": differ,
         "same": [row for row in rows if row not in differ],
     }
-
-
-def _listed(seeds: Iterable[int]) -> str:
-    return ", ".join(str(seed) for seed in seeds)
 
 
 def _text(value: object) -> str:

@@ -1,4 +1,4 @@
-"""What runs are judged by: which metrics the records hold, and what a difference over seeds is worth."""
+"""Which metric to compare runs by, and whether a difference over seeds is more than noise."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PERSONAL = "personal_"
 
 
 @dataclass(frozen=True)
-class Measures:
-    """The splits and metrics that the records hold, and the ones to judge by."""
+class MetricChoice:
+    """The recorded splits and metrics, and the split and metric to compare runs by."""
 
     splits: Sequence[str]
     metrics: Sequence[str]
-    personal: bool
+    has_personal: bool
     split: str
     metric: str
 
@@ -30,69 +30,72 @@ class Measures:
         return f"{self.split}.{self.metric}"
 
     @property
-    def base(self) -> str:
-        """The metric, whether it is judged of the global model or of the personal ones."""
+    def base_metric(self) -> str:
+        """The metric without the prefix of personal models."""
         return self.metric.removeprefix(PERSONAL)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """What stands before a metric's name: nothing for the global model's, and the personal models' mark."""
-        return ("", PERSONAL) if self.personal else ("",)
+        """Prefixes of recorded metrics: none for the global model, and the personal models' where recorded."""
+        return ("", PERSONAL) if self.has_personal else ("",)
 
     @property
-    def spoken(self) -> str:
-        """The metric in words."""
+    def label(self) -> str:
+        """The metric in plain words."""
         return self.metric.replace("_", " ")
 
 
-def measures(methods: Iterable[Method], split: str | None = None, metric: str | None = None) -> Measures:
-    """What there is; judged are validation data unless asked otherwise, by accuracy where there is one."""
+def choose_metric(methods: Iterable[Method], split: str | None = None, metric: str | None = None) -> MetricChoice:
+    """Default to the validation split, and to accuracy where it was recorded."""
     keys = [key.split(".") for method in methods for run in method.runs for key in (run.rounds or [{}])[-1]]
-    named = [key for key in keys if len(key) == 3 and key[2] == "mean"]
-    splits = [name for name in SPLITS if any(key[0] == name for key in named)]
+    means = [key for key in keys if len(key) == 3 and key[2] == "mean"]
+    splits = [name for name in SPLITS if any(key[0] == name for key in means)]
     if not splits:
-        raise ConfigError("The runs have not evaluated a round yet; look again when they have.")
+        raise ConfigError("The runs have not evaluated a round yet; try again once they have.")
     if split is not None and split not in splits:
         raise ConfigError(f"--split is {split!r}, but the runs have {', '.join(splits)}.")
-    every = dict.fromkeys(key[1] for key in named)
-    if metric is not None and metric not in every:
-        raise ConfigError(f"--metric is {metric!r}, but the runs have {', '.join(every)}.")
-    found = dict.fromkeys(name for name in every if not name.startswith(PERSONAL))
-    usual = "accuracy" if "accuracy" in found else next((name for name in found if name != "loss"), "loss")
-    judged = metric.removeprefix(PERSONAL) if metric else usual
-    ordered = sorted(found, key=lambda name: (name != judged, name == "loss"))
+    recorded = dict.fromkeys(key[1] for key in means)
+    if metric is not None and metric not in recorded:
+        raise ConfigError(f"--metric is {metric!r}, but the runs have {', '.join(recorded)}.")
+    shared = [name for name in recorded if not name.startswith(PERSONAL)]
+    usual = "accuracy" if "accuracy" in shared else next((name for name in shared if name != "loss"), "loss")
+    main = metric.removeprefix(PERSONAL) if metric else usual
+    ordered = sorted(shared, key=lambda name: (name != main, name == "loss"))
     default = next(name for name in ("validation", "test", "train") if name in splits)
-    personal = any(name.startswith(PERSONAL) for name in every)
-    return Measures(splits, ordered, personal, split or default, metric or judged)
+    has_personal = any(name.startswith(PERSONAL) for name in recorded)
+    return MetricChoice(splits, ordered, has_personal, split or default, metric or main)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference between two methods, over ``seeds`` of each, and its standard error (NaN for one seed)."""
+    """The mean difference between two methods over ``seeds`` seeds, with its standard error (NaN for one seed)."""
 
-    gap: float
+    mean: float
     error: float
     seeds: int
 
     @property
-    def noise(self) -> bool | None:
-        """Whether it is within twice its standard error; None where one seed cannot tell."""
-        return None if math.isnan(self.error) else abs(self.gap) <= 2 * self.error
+    def within_noise(self) -> bool | None:
+        """Whether the difference is at most two standard errors; None for a single seed."""
+        return None if math.isnan(self.error) else abs(self.mean) <= 2 * self.error
 
 
-def difference(one: Mapping[int, float], other: Mapping[int, float]) -> Difference:
-    """``other - one``, paired by seed where the seeds are the same: they move both methods alike.
+def difference(base: Mapping[int, float], other: Mapping[int, float]) -> Difference:
+    """``other - base``, from values by seed.
 
-    >>> difference({0: 0.5, 1: 0.7}, {0: 0.6, 1: 0.8}).noise
+    Values are paired where both have the same seeds, since a seed (its split, its initial model) shifts both alike.
+
+    >>> difference({0: 0.5, 1: 0.7}, {0: 0.6, 1: 0.8}).within_noise
     False
     """
-    a, b = (np.array([numbers[seed] for seed in sorted(numbers)]) for numbers in (one, other))
-    if one.keys() == other.keys():
-        return Difference(float((b - a).mean()), error(b - a), len(a))
-    return Difference(float(b.mean() - a.mean()), math.hypot(error(a), error(b)), min(len(a), len(b)))
+    a, b = (np.array([values[seed] for seed in sorted(values)]) for values in (base, other))
+    if base.keys() == other.keys():
+        return Difference(float((b - a).mean()), standard_error(b - a), len(a))
+    error = math.hypot(standard_error(a), standard_error(b))
+    return Difference(float(b.mean() - a.mean()), error, min(len(a), len(b)))
 
 
-def error(numbers: Sequence[float] | np.ndarray) -> float:
-    """The standard error of a mean; NaN for one number."""
-    values = np.asarray(numbers, dtype=np.float64)
-    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+def standard_error(values: Sequence[float] | np.ndarray, single: float = math.nan) -> float:
+    """The standard error of the mean; ``single`` is returned for fewer than two values."""
+    array = np.asarray(values, dtype=np.float64)
+    return float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else single

@@ -1,4 +1,4 @@
-"""A run that goes on somewhere else, followed in a terminal."""
+"""Follow runs of other processes in a terminal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from comfedl.utils import lock
 from comfedl.utils.errors import ComfedlError
 
 
-class Follower:
-    """Looks at a run's folder, or at those of several runs, and says what is new.
+class RunWatcher:
+    """Polls a run folder, or a folder of runs, and shows progress.
 
-    In a terminal a run is a bar; elsewhere an evaluated round is a line.
+    In a terminal each run has a progress bar; otherwise each evaluated round is printed as a line.
     """
 
     def __init__(self, path: Path, console: Console) -> None:
@@ -31,57 +31,58 @@ class Follower:
             disable=not console.is_terminal,
         )
         self._tasks: dict[Path, TaskID] = {}
-        self._at: dict[Path, int] = {}
-        self._ended: dict[Path, str] = {}
+        self._last_round: dict[Path, int] = {}
+        self._ended: set[Path] = set()
 
     def follow(self, every: float = 0.5, wait: Callable[[float], None] = time.sleep) -> None:
-        """Follow a run to its end; several runs until Ctrl-C, since another may begin."""
+        """Follow a single run to its end, or a folder of runs until Ctrl-C, since new runs may start."""
         if not is_run(self._path):
-            self._say(f"Waiting for a run in {self._path} (Ctrl-C ends)")
+            self._print(f"Waiting for a run in {self._path} (Ctrl-C to stop)")
         with self._bar:
-            while not self.look():
+            while not self.poll():
                 wait(every)
 
-    def look(self) -> bool:
-        """Say what is new; gives whether the one run that is followed has ended."""
+    def poll(self) -> bool:
+        """Show what is new; return whether the watched run has ended (never for a folder of runs)."""
         try:
             folders = find_runs([self._path])
         except ComfedlError:
             return False
         for folder in folders:
             if folder not in self._ended:
-                self._look_at(folder)
+                self._poll_run(folder)
         return is_run(self._path) and self._path in self._ended
 
-    def _look_at(self, folder: Path) -> None:
-        held = not lock.KNOWN or (folder / ".lock").exists()  # before the records are read, lest the last are missed
+    def _poll_run(self, folder: Path) -> None:
+        # Checked before reading: a run that ends in between is then still seen as running, and read once more.
+        running = not lock.SUPPORTED or (folder / ".lock").exists()
         try:
             run = read_run(folder)
         except ComfedlError:
-            return  # it is being replaced just now
-        if run.rounds and int(run.rounds[-1]["round"] or 0) != self._at.get(folder):
+            return  # the folder is being replaced
+        if run.rounds and int(run.rounds[-1]["round"] or 0) != self._last_round.get(folder):
             self._show(folder, run)
-        if run.done or not held:
-            at = self._at.get(folder, 0)
-            self._ended[folder] = "finished" if run.done else f"stopped at round {at}; comfedl run --resume goes on"
-            self._say(f"{self._name(folder)}: {self._ended[folder]}")
+        if run.done or not running:
+            self._ended.add(folder)
+            stopped = f"stopped at round {self._last_round.get(folder, 0)}; continue with comfedl run --resume"
+            self._print(f"{self._name(folder)}: {'finished' if run.done else stopped}")
 
     def _show(self, folder: Path, run: Run) -> None:
         last = run.rounds[-1]
         number, rounds = int(last["round"] or 0), int(run.settings.get("rounds", 0))
         rows = last_rows(folder / "clients.jsonl")
-        said = str(seen(last, rows if rows and rows[0]["round"] == number else []) or "")
-        self._at[folder] = number
+        status = str(seen(last, rows if rows and rows[0]["round"] == number else []) or "")
+        self._last_round[folder] = number
         if self._console.is_terminal:
             if folder not in self._tasks:
                 self._tasks[folder] = self._bar.add_task(self._name(folder), total=rounds)
-            self._bar.said = said
+            self._bar.said = status
             self._bar.update(self._tasks[folder], completed=number)
         else:
-            self._say(f"{self._name(folder)}: round {number}/{rounds}, {said}")
+            self._print(f"{self._name(folder)}: round {number}/{rounds}, {status}")
 
     def _name(self, folder: Path) -> str:
         return folder.name if folder == self._path else str(folder.relative_to(self._path))
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The report of runs that are still going on, served to this machine's own browser."""
+"""A live report on runs in progress, served over HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
@@ -16,42 +16,42 @@ from urllib.parse import parse_qs, urlsplit
 
 from comfedl.analysis.html_report import page, plotly_js
 from comfedl.analysis.read_runs import find_runs, read_methods
-from comfedl.analysis.report_data import Asked, contents
+from comfedl.analysis.report_data import ReportOptions, report_contents
 from comfedl.utils.errors import ComfedlError, ConfigError
 
-WATCHED = ("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json")
+WATCHED_FILES = ("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json")
 
 
-class Latest:
-    """What the page shows of some folders, made anew when their files have changed, but not all the time."""
+class LiveContents:
+    """The report contents of some runs, rebuilt when their files change, at a limited rate."""
 
-    def __init__(self, runs: Sequence[Path], asked: Asked | None = None) -> None:
-        self._runs, self._asked = runs, asked
+    def __init__(self, runs: Sequence[Path], options: ReportOptions | None = None) -> None:
+        self._runs, self._options = runs, options
         self._lock = threading.Lock()
-        self._stamp, self._due = "", 0.0
-        self.shown = self._waiting()
+        self._version, self._next_check = "", 0.0
+        self._contents = self._waiting()
 
     def get(self) -> dict[str, Any]:
-        """The newest that there is."""
+        """The latest contents."""
         with self._lock:
             begun = time.monotonic()
-            if begun < self._due:
-                return self.shown
-            stamp = self._look()
-            if stamp != self._stamp:
+            if begun < self._next_check:
+                return self._contents
+            version = self._current_version()
+            if version != self._version:
                 try:
-                    self.shown = {**contents(*read_methods(self._runs), self._asked), "version": stamp}
-                    self._stamp = stamp
+                    contents = report_contents(*read_methods(self._runs), self._options)
+                    self._contents, self._version = {**contents, "version": version}, version
                 except (ComfedlError, OSError, ValueError):
-                    pass  # not there yet, or being replaced just now: what was shown stays
-            # Reading takes the longer the more there is; the run that is being watched needs the time more.
-            self._due = time.monotonic() + max(0.3, 5 * (time.monotonic() - begun))
-            return self.shown
+                    pass  # not written yet, or being replaced: keep the old contents
+            # Reading large runs takes long; use at most a sixth of the time for it, the training needs the CPU.
+            self._next_check = time.monotonic() + max(0.3, 5 * (time.monotonic() - begun))
+            return self._contents
 
-    def _look(self) -> str:
-        """What tells the files of now from those of before."""
+    def _current_version(self) -> str:
+        """A hash of the files' sizes and times; empty if there are none."""
         try:
-            files = [run / name for run in find_runs(self._runs) for name in WATCHED]
+            files = [run / name for run in find_runs(self._runs) for name in WATCHED_FILES]
             stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
         except (ConfigError, OSError):
             return ""
@@ -61,16 +61,16 @@ class Latest:
         names = ", ".join(str(run) for run in self._runs)
         return {
             "title": names,
-            "verdict": ["Waiting for the first evaluated round; this page shows it when it is there."],
+            "verdict": ["Waiting for the first evaluated round; this page updates itself."],
             "waiting": True,
             "version": "waiting",
         }
 
 
-def make_server(runs: Sequence[Path], host: str, port: int, asked: Asked | None = None) -> ThreadingHTTPServer:
-    """A server of the page and its data, and of nothing else; port 0 takes one that is free."""
-    plotly_js()  # said before anything is served
-    latest, local = Latest(runs, asked), _is_loopback(host)
+def make_server(runs: Sequence[Path], host: str, port: int) -> ThreadingHTTPServer:
+    """A server for the page and its data only; port 0 picks a free port."""
+    plotly_js()  # fail before serving anything
+    live, local = LiveContents(runs), _is_loopback(host)
 
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "comfedl", ""
@@ -78,20 +78,20 @@ def make_server(runs: Sequence[Path], host: str, port: int, asked: Asked | None 
         def do_GET(self) -> None:
             url = urlsplit(self.path)
             if local and not _is_loopback(urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""):
-                self._answer(HTTPStatus.FORBIDDEN)  # another site's name that was made to point here
+                self._respond(HTTPStatus.FORBIDDEN)  # DNS rebinding: a foreign name that resolves to this machine
             elif url.path == "/":
-                self._answer(HTTPStatus.OK, page(latest.get(), live=True).encode(), "text/html; charset=utf-8")
+                self._respond(HTTPStatus.OK, page(live.get(), live=True).encode(), "text/html; charset=utf-8")
             elif url.path == "/data.json":
-                shown = latest.get()
-                if parse_qs(url.query).get("seen") == [shown["version"]]:
-                    self._answer(HTTPStatus.NO_CONTENT)
+                contents = live.get()
+                if parse_qs(url.query).get("seen") == [contents["version"]]:
+                    self._respond(HTTPStatus.NO_CONTENT)
                 else:
-                    made = json.dumps({**shown, "live": True}, allow_nan=False).encode()
-                    self._answer(HTTPStatus.OK, made, "application/json")
+                    body = json.dumps({**contents, "live": True}, allow_nan=False).encode()
+                    self._respond(HTTPStatus.OK, body, "application/json")
             else:
-                self._answer(HTTPStatus.NOT_FOUND)
+                self._respond(HTTPStatus.NOT_FOUND)
 
-        def _answer(self, status: HTTPStatus, body: bytes = b"", kind: str = "text/plain") -> None:
+        def _respond(self, status: HTTPStatus, body: bytes = b"", kind: str = "text/plain") -> None:
             self.send_response(status)
             if status is not HTTPStatus.NO_CONTENT:
                 self.send_header("Content-Type", kind)
@@ -102,13 +102,13 @@ def make_server(runs: Sequence[Path], host: str, port: int, asked: Asked | None 
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Who asks for what is of no interest."""
+            """Do not log requests."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """A browser that has gone away in the middle is none."""
+            """Ignore browsers that disconnect."""
 
     try:
         return Server((host, port), Handler)
@@ -123,9 +123,9 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def serve(runs: Sequence[Path], host: str, port: int, say: Any) -> None:
-    """Serve until Ctrl-C; ``say`` is told the address."""
+def serve(runs: Sequence[Path], host: str, port: int, echo: Callable[[str], object]) -> None:
+    """Serve until Ctrl-C; ``echo`` gets a line with the address."""
     with make_server(runs, host, port) as server:
-        found = server.server_address[1]
-        say(f"Watching {', '.join(str(run) for run in runs)} at http://{host}:{found}/ (Ctrl-C ends)")
+        port = int(server.server_address[1])
+        echo(f"Watching {', '.join(str(run) for run in runs)} at http://{host}:{port}/ (Ctrl-C to stop)")
         server.serve_forever()

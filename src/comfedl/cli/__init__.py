@@ -1,4 +1,4 @@
-"""The command line: one file a group of commands, ``main`` puts them together.
+"""The command line: one file per group of commands, registered in ``main``.
 
-Heavy imports wait until a command needs them, so that help answers at once.
+Commands import heavy modules such as torch only when they run, so that ``--help`` stays fast.
 """

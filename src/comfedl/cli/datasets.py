@@ -1,4 +1,4 @@
-"""comfedl data: the real data sets."""
+"""comfedl data: the registered data sets."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import typer
 
 from comfedl.cli.options import Changes, print_table
 
-app = typer.Typer(help="Real data sets: list them, fetch one, or see how a config splits it.", no_args_is_help=True)
+app = typer.Typer(help="Data sets: list them, download one, or show each client's share.", no_args_is_help=True)
 
 
 @app.command("list")
 def list_() -> None:
-    """List the data sets and whether they are in the cache."""
+    """List the data sets and whether they are cached."""
     from comfedl.cli import tables
 
     print_table(tables.datasets())
 
 
 @app.command("fetch")
-def fetch(name: str, force: Annotated[bool, typer.Option("--force", help="Fetch it anew.")] = False) -> None:
-    """Fetch a data set into the cache and check it."""
-
+def fetch(name: str, force: Annotated[bool, typer.Option("--force", help="Download it again.")] = False) -> None:
+    """Download a data set into the cache and verify its checksums."""
     from comfedl.data import registry
 
     folder = registry.fetch(name, progress=True, force=force)
@@ -34,7 +33,7 @@ def fetch(name: str, force: Annotated[bool, typer.Option("--force", help="Fetch 
 def describe(
     config: Annotated[Path, typer.Argument(help="A TOML file with a [data] table.")], set: Changes = None
 ) -> None:
-    """Show what each client holds under a config: samples and labels."""
+    """Show the samples and labels of each client under a config."""
     from comfedl.cli import tables
     from comfedl.config.schema import read_data
 

@@ -1,7 +1,7 @@
-"""The demo: ten clients of unequal size and skew, FedAvg beside ComFedL.
+"""The demo: FedAvg and ComFedL on ten clients with unequal sizes and labels.
 
-An illustration, not evidence: the setting and the split were picked because the effect shows on validation data. What
-holds on splits that had no part in that is in the README, and ``benchmarks/claims.py`` measures it.
+It is an illustration, not evidence: setting and split were chosen because they show the effect on validation data. The
+README says what holds on fresh splits, and ``benchmarks/claims.py`` measures it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from comfedl.analysis.html_report import offer_report
-from comfedl.analysis.report_data import Asked
+from comfedl.analysis.report_data import ReportOptions
 from comfedl.cli.tables import side_by_side
 from comfedl.config.schema import parse_config, run_config
 from comfedl.training.progress import Progress
@@ -30,11 +30,11 @@ METHODS = {
     "FedAvg": {"name": "fedavg", **TRAINING},
     "ComFedL": {"name": "comfedl", **TRAINING, "outer": {"name": "kl", "gamma": 0.2}},
 }
-PICKED = "This split was picked to show the effect; the README says what holds on fresh ones."
+PICKED = "This split was chosen to show the effect; the README says what holds on fresh splits."
 
 
 def run_demo(out: Path, force: bool) -> None:
-    """Train both methods, print them side by side, and say where the runs were written."""
+    """Train both methods, print them side by side, and write the runs and a report."""
     console = Console(width=None if Console().is_terminal else 110)
     folders = {name: out / name.lower() for name in METHODS}
     for folder in folders.values():
@@ -44,21 +44,21 @@ def run_demo(out: Path, force: bool) -> None:
     fed = configs["FedAvg"].make_data()
     sizes = fed.train.sizes
     console.print(
-        f"{len(fed)} clients share {int(sizes.sum())} handwritten digits; the smallest holds {sizes.min()}, "
-        f"the largest {sizes.max()}, and each sees its own mix of digits."
+        f"{len(fed)} clients hold {int(sizes.sum())} handwritten digits: the smallest {sizes.min()}, the largest "
+        f"{sizes.max()}, each with a different mix of labels."
     )
     results = {}
     for name, config in configs.items():
-        watch = Progress(config.rounds, name)
-        results[name] = run_config(config, out=folders[name], force=force, callbacks=[watch], fed=fed)
+        progress = Progress(config.rounds, name)
+        results[name] = run_config(config, out=folders[name], force=force, callbacks=[progress], fed=fed)
     console.print(side_by_side(results))
     worst = {name: result.summary()["validation"]["accuracy"]["worst"] for name, result in results.items()}
     console.print(
-        f"The worst-off client gets {worst['FedAvg']:.1%} right under FedAvg and {worst['ComFedL']:.1%} under ComFedL, "
-        f"which gives the clients with the larger loss more weight. It took {time.perf_counter() - started:.0f} s."
+        f"Accuracy of the worst client: {worst['FedAvg']:.1%} with FedAvg, {worst['ComFedL']:.1%} with ComFedL, which "
+        f"gives clients with a larger loss more weight. This took {time.perf_counter() - started:.0f} s."
     )
     console.print(PICKED)
     console.print(f"Written to {out}: " + ", ".join(str(folder.relative_to(out)) for folder in folders.values()))
     names = {folder: name for name, folder in folders.items()}
-    told = offer_report([*names], out / "report.html", Asked(beware=[PICKED]), names)
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    report = offer_report([*names], out / "report.html", ReportOptions(cautions=[PICKED]), names)
+    console.print(report, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""comfedl flower: sites that keep their data."""
+"""comfedl flower: training over sites that keep their data."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Annotated
 
 import typer
 
-from comfedl.cli.options import Changes, Force, print_table
+from comfedl.cli.options import Changes, Force, Resume, print_table
 
-app = typer.Typer(help="Sites that keep their data, through Flower.", no_args_is_help=True)
+app = typer.Typer(help="Train over sites that keep their data, with Flower.", no_args_is_help=True)
 
 
 @app.command("local")
 def local(
-    config: Annotated[Path, typer.Argument(help="A TOML file; each of its clients is a site.")],
+    config: Annotated[Path, typer.Argument(help="A TOML file; each of its clients becomes a site.")],
     sites: Annotated[
-        int | None, typer.Option(help="How many sites (default: as many as the config's clients).")
+        int | None, typer.Option(help="Number of sites (default: the number of clients of the config).")
     ] = None,
     set: Changes = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder (default: runs/NAME-OF-CONFIG).")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder (default: runs/NAME-OF-CONFIG).")] = None,
     force: Force = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that the folder holds.")] = False,
+    resume: Resume = False,
 ) -> None:
-    """Try a config over sites on this machine: SuperLink and SuperNodes on loopback, with TLS and keys."""
+    """Run a config over sites on this machine: SuperLink and SuperNodes on loopback, with TLS and keys."""
     from comfedl.cli.tables import show_summary
     from comfedl.config.schema import read_config
     from comfedl.flower.local_trial import run_local
@@ -35,7 +35,7 @@ def local(
     try:
         run_local(parsed, folder, sites, force, resume, tell=lambda line: typer.echo(line, err=True))
     except KeyboardInterrupt:
-        typer.echo("interrupted; what was started is stopped; the run goes on with --resume", err=True)
+        typer.echo("interrupted; all processes are stopped; continue the run with --resume", err=True)
         sys.exit(130)
     print_table(show_summary(json.loads((folder / "summary.json").read_text("utf-8")), parsed.algorithm.name))
     typer.echo(f"Written to {folder}")
@@ -44,27 +44,27 @@ def local(
 @app.command("certs")
 def certs(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write them.")],
-    sites: Annotated[str, typer.Option(metavar="A,B,C", help="The sites' names.")],
+    sites: Annotated[str, typer.Option(metavar="A,B,C", help="The names of the sites.")],
     hosts: Annotated[
-        str, typer.Option(metavar="A,B", help="Names and addresses of the server, for its certificate.")
+        str, typer.Option(metavar="A,B", help="Host names and addresses of the server, for its certificate.")
     ] = "",
 ) -> None:
-    """Make a CA, a server's certificate and a key for every site, for a trial."""
+    """Create a CA, a server certificate and a key per site, for a trial."""
     from comfedl.flower.certs import make_certs
 
-    for path in make_certs(folder, _listed(sites), _listed(hosts)):
-        typer.echo(f"Written {path}")
-    typer.echo("Each site gets its own .key and ca.crt; the server's and the CA's keys stay where they are needed.")
+    for path in make_certs(folder, _split_names(sites), _split_names(hosts)):
+        typer.echo(f"Written to {path}")
+    typer.echo("Give each site its .key and ca.crt; keep the keys of the server and the CA private.")
 
 
 @app.command("new")
-def new(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that is not there yet.")]) -> None:
-    """Write an app for Flower: a data function to fill in, a config, and a README with all commands."""
+def new(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that does not exist yet.")]) -> None:
+    """Write a Flower app: a data function to fill in, a config, and a README with all commands."""
     from comfedl.flower.scaffold import new_app
 
     new_app(folder)
     typer.echo(f"Written to {folder}; read {folder / 'README.md'}")
 
 
-def _listed(text: str) -> list[str]:
+def _split_names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]

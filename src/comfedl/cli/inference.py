@@ -1,4 +1,4 @@
-"""comfedl predict, evaluate and personalise: what is done with a run that has ended."""
+"""comfedl predict, evaluate and personalise: use a trained model."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from typing import Annotated
 import typer
 
 from comfedl.cli.options import print_table
+from comfedl.utils.errors import RunFolderError
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
-Replace = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Replace = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 
 
 def predict(
     run: Run,
-    data: Annotated[Path, typer.Argument(help="A CSV file with the columns of training, an .npz file, or images.")],
-    client: Annotated[str | None, typer.Option(help="Use this client's own model (default: the global one).")] = None,
-    model: Annotated[Path | None, typer.Option(help="Use the model of a file, such as personalise wrote.")] = None,
+    data: Annotated[Path, typer.Argument(help="A CSV file with the training columns, an .npz file, or images.")],
+    client: Annotated[
+        str | None, typer.Option(help="Use this client's personal model (default: the global one).")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Use a model file, such as personalise writes.")] = None,
     out: Annotated[Path, typer.Option(help="Where to write the predictions.")] = Path("predictions.csv"),
     force: Replace = False,
 ) -> None:
-    """Predict new rows with a trained model, and write a CSV file."""
+    """Predict new samples with a trained model and write a CSV file."""
     from comfedl.analysis.load_run import load_run
-    from comfedl.analysis.predict import predict as predicted
+    from comfedl.analysis.predict import predict as make_predictions
     from comfedl.training.run_folder import readable
     from comfedl.utils.files import write_atomic
 
-    _check_free(out, force)
-    text = predicted(load_run(run), data, client, model)
+    _check_writable(out, force)
+    text = make_predictions(load_run(run), data, client, model)
     with readable(out):
         write_atomic(out, text.encode())
     typer.echo(f"Written to {out}: {text.count(chr(10)) - 1} predictions")
@@ -36,60 +39,60 @@ def predict(
 
 def evaluate(
     run: Run,
-    split: Annotated[str | None, typer.Option(help="train, validation or test (default: the last there is).")] = None,
-    data: Annotated[Path | None, typer.Option(help="Rows with labels, in place of the run's own data.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the table as CSV too.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="train, validation or test (default: test if there is one).")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Labelled samples to use instead of the run's data.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the table as CSV.")] = None,
     force: Replace = False,
 ) -> None:
-    """Show what a trained model is worth to each client."""
+    """Score a trained model on each client's data."""
+    from comfedl.analysis.compare import rows_to_csv
+    from comfedl.analysis.evaluate import evaluate as make_scores
     from comfedl.analysis.load_run import load_run
-    from comfedl.analysis.predict import evaluate as evaluated
-    from comfedl.analysis.predict import scores_csv
     from comfedl.cli.tables import show_scores
     from comfedl.training.run_folder import readable
     from comfedl.utils.files import write_atomic
 
     if out is not None:
-        _check_free(out, force)
-    scores = evaluated(load_run(run), split, data)
+        _check_writable(out, force)
+    scores = make_scores(load_run(run), split, data)
     print_table(show_scores(scores))
     if out is not None:
         with readable(out):
-            write_atomic(out, scores_csv(scores).encode())
+            write_atomic(out, rows_to_csv(scores.rows).encode())
         typer.echo(f"Written to {out}")
 
 
 def personalise(
     run: Run,
-    data: Annotated[Path, typer.Option(help="The new client's rows with labels: CSV, .npz, or folders of images.")],
+    data: Annotated[Path, typer.Option(help="The new client's labelled samples: CSV, .npz, or folders of images.")],
     out: Annotated[
-        Path | None, typer.Option(help="Where to write its model (default: NAME-OF-DATA.safetensors).")
+        Path | None, typer.Option(help="Where to write the model (default: NAME-OF-DATA.safetensors).")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="How many steps (default: the method's own).")] = None,
-    lr: Annotated[float | None, typer.Option(help="The size of a step (default: the method's own).")] = None,
-    held_out: Annotated[float, typer.Option(help="The share of the rows to judge by.")] = 0.3,
-    seed: Annotated[int, typer.Option(help="Which rows are held out, and the batches.")] = 0,
+    steps: Annotated[int | None, typer.Option(help="Number of gradient steps (default: the method's).")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate (default: the method's).")] = None,
+    held_out: Annotated[float, typer.Option(help="Share of the samples that is held out for scoring.")] = 0.3,
+    seed: Annotated[int, typer.Option(help="Seed of the held-out samples and the batches.")] = 0,
     force: Replace = False,
 ) -> None:
-    """Adapt a trained model to a client that was never seen, and say what that gave."""
+    """Adapt a trained model to a new client, and show its scores before and after."""
     from comfedl.analysis.load_run import load_run
-    from comfedl.analysis.predict import personalise as personalised
-    from comfedl.cli.tables import show_personalised
+    from comfedl.analysis.personalize import personalize
+    from comfedl.cli.tables import show_personalized
     from comfedl.training.run_folder import readable
 
     target = out or Path(f"{data.stem}.safetensors")
-    _check_free(target, force)
+    _check_writable(target, force)
     with readable(target):
-        found = personalised(load_run(run), data, target, steps, lr, held_out, seed)
-    typer.echo(f"Adapted by {found.steps} steps of size {found.lr:g} on {found.adapted_on} rows.")
-    print_table(show_personalised(found))
+        found = personalize(load_run(run), data, target, steps, lr, held_out, seed)
+    typer.echo(f"Adapted with {found.steps} steps of lr {found.lr:g} on {found.adapted_on} samples.")
+    print_table(show_personalized(found))
     if found.after["loss"] > found.before["loss"]:
-        typer.echo("Adapting made it worse on the rows held out: use the global model, or a smaller --lr.")
+        typer.echo("Adapting increased the held-out loss: use the global model, or a smaller --lr.")
     typer.echo(f"Written to {target}; use it with: comfedl predict {run} DATA --model {target}")
 
 
-def _check_free(out: Path, force: bool) -> None:
-    from comfedl.utils.errors import RunFolderError
-
+def _check_writable(out: Path, force: bool) -> None:
     if out.exists() and not force:
-        raise RunFolderError(f"{out} exists; give another --out, or replace it (--force).")
+        raise RunFolderError(f"{out} exists; give another --out, or replace it with --force.")

@@ -1,4 +1,4 @@
-"""comfedl init: a project to start from."""
+"""comfedl init: a new project."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 
-def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The project's folder; it is made.")]) -> None:
-    """Write a small project with data, model and config of its own, which runs at once."""
+def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The project folder to create.")]) -> None:
+    """Write a small project with its own data, model and config, ready to run."""
     from comfedl.cli.project_template import write_project
 
     write_project(folder)

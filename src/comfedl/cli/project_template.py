@@ -1,4 +1,4 @@
-"""A small project to start from: a config, a model and data of one's own, that run as they are."""
+"""The files of ``comfedl init``: a small project with its own config, model and data."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ eval_every = 5
 loss = "bce"                          # two classes; also cross_entropy, mse, mae, huber
 
 [data]
-name = "my_data:hospitals"            # the function hospitals(seed, ...) of my_data.py
+name = "my_data:hospitals"            # the function hospitals(seed, ...) in my_data.py
 validation = 0.2
 test = 0.2
 
 [model]
-name = "my_model:make"                # the function make(shape, outputs, ...) of my_model.py
+name = "my_model:make"                # the function make(shape, outputs, ...) in my_model.py
 hidden = 16
 
 [algorithm]
@@ -26,11 +26,11 @@ name = "comfedl"
 lr = 0.1
 local_steps = 5
 batch_size = 32
-outer = { name = "kl", gamma = 0.2 }  # comfedl advise config.toml shows what each gamma does
+outer = { name = "kl", gamma = 0.2 }  # comfedl advise config.toml shows the effect of gamma
 """
 
 MODEL = '''\
-"""The model. It gets one sample's shape and the number of outputs; its options stand in the config's [model]."""
+"""The model, built from the shape of one sample and the number of outputs; options come from [model] in the config."""
 
 import math
 
@@ -42,9 +42,9 @@ def make(shape, outputs, hidden=16):
 '''
 
 DATA = '''\
-"""The data. Put your own in place of this example; the options stand in the config's [data].
+"""The data. Replace this example with your own; options come from [data] in the config.
 
-The example is scikit-learn's breast-cancer data, as if four hospitals saw patients of different kinds.
+The example splits scikit-learn's breast-cancer data over four hospitals with different patients.
 """
 
 import numpy as np
@@ -61,7 +61,7 @@ def hospitals(seed, validation=0.2, test=0.2):
     table["hospital"] = np.array(["city", "lake", "hill", "coast"])[
         np.digitize(texture, np.quantile(texture, [0.5, 0.8, 0.95]))
     ]
-    # With a file: cf.FederatedData.from_dataframe(pandas.read_csv("patients.csv"), client="hospital", ...)
+    # From a file: cf.FederatedData.from_dataframe(pandas.read_csv("patients.csv"), client="hospital", ...)
     return cf.FederatedData.from_dataframe(
         table, client="hospital", target="diagnosis", validation=validation, test=test, seed=seed
     )
@@ -71,24 +71,24 @@ README = """\
 # A federated project
 
     comfedl data describe config.toml    # what each client holds
-    comfedl advise config.toml           # what each gamma would do to the clients' weights
+    comfedl advise config.toml           # how each gamma would weight the clients
     comfedl run config.toml              # train; writes runs/config
-    comfedl evaluate runs/config         # each client's scores on its test rows
+    comfedl evaluate runs/config         # test scores per client
     comfedl predict runs/config new.csv --client city
 
-`my_data.py` makes the data, `my_model.py` the model, `config.toml` says how to train.
+`my_data.py` loads the data, `my_model.py` builds the model, `config.toml` configures the training.
 """
 
 FILES = {"config.toml": CONFIG, "my_model.py": MODEL, "my_data.py": DATA, "README.md": README}
 
 
 def write_project(folder: Path) -> None:
-    """Write the files of a project into a folder that has none of them yet."""
-    there = [name for name in FILES if (folder / name).exists()]
-    if there:
-        raise RunFolderError(f"{folder} already has {', '.join(there)}; give another folder.")
+    """Write the project's files into a folder; on failure, nothing is left behind."""
+    existing = [name for name in FILES if (folder / name).exists()]
+    if existing:
+        raise RunFolderError(f"{folder} already has {', '.join(existing)}; give another folder.")
     written: list[Path] = []
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in FILES.items():
@@ -97,7 +97,7 @@ def write_project(folder: Path) -> None:
     except OSError as error:
         for path in written:
             path.unlink(missing_ok=True)
-        for path in made:
+        for path in created:
             if path.is_dir():
                 path.rmdir()
         raise RunFolderError(f"{folder} cannot be written ({error.strerror}); give another folder.") from error

@@ -1,4 +1,4 @@
-"""comfedl report: runs on one page."""
+"""comfedl report: compare runs on one page."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import typer
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs' folders, or folders of runs.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of runs.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     split: Annotated[
-        str | None, typer.Option(help="What to judge on: train, validation or test (default: validation).")
+        str | None, typer.Option(help="Compare on train, validation or test (default: validation).")
     ] = None,
     metric: Annotated[
-        str | None,
-        typer.Option(help="What to judge by, such as personal_accuracy (default: accuracy)."),
+        str | None, typer.Option(help="Compare by this metric, such as personal_accuracy (default: accuracy).")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Also write pictures for a paper into this folder.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also write PNG plots into this folder.")] = None,
 ) -> None:
-    """Compare runs on one page that opens offline: curves, every client, weights, a table and a verdict."""
+    """Compare runs on one HTML page that opens offline: a verdict, curves, clients, weights and a table."""
     from comfedl.analysis.html_report import write_report
-    from comfedl.analysis.report_data import Asked
+    from comfedl.analysis.report_data import ReportOptions
 
-    verdict, written = write_report(runs, out, Asked(split, metric), png)
+    verdict, written = write_report(runs, out, ReportOptions(split, metric), png)
     for sentence in verdict:
         typer.echo(sentence)
     typer.echo(f"Written to {', '.join(str(path) for path in written)}")

@@ -1,4 +1,4 @@
-"""comfedl watch: a run that goes on in another terminal."""
+"""comfedl watch: follow a run of another process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from comfedl.utils.errors import ConfigError
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of runs; it may yet have to begin.")],
-    web: Annotated[bool, typer.Option("--web", help="Serve the report's plots on a page that updates itself.")] = False,
-    port: Annotated[int, typer.Option(help="The page's port; 0 takes one that is free.")] = 8765,
-    host: Annotated[str, typer.Option(help="Who may look: by default this machine alone.")] = "127.0.0.1",
+    run: Annotated[Path, typer.Argument(help="A run folder, or a folder of runs; it need not exist yet.")],
+    web: Annotated[bool, typer.Option("--web", help="Serve a live report as a web page.")] = False,
+    port: Annotated[int, typer.Option(help="The port of the web page; 0 picks a free one.")] = 8765,
+    host: Annotated[str, typer.Option(help="Address to listen on (default: only this machine).")] = "127.0.0.1",
 ) -> None:
-    """Follow a run while it goes on: in this terminal, or with --web in a browser."""
+    """Follow a run in progress, in this terminal or with --web in a browser."""
     if run.exists() and not run.is_dir():
-        raise ConfigError(f"{run} is a file; give a run's folder.")
+        raise ConfigError(f"{run} is a file; give a run folder.")
     try:
         if web:
             from comfedl.analysis.web_server import serve
@@ -27,8 +27,8 @@ def watch(
         else:
             from rich.console import Console
 
-            from comfedl.analysis.terminal_watch import Follower
+            from comfedl.analysis.terminal_watch import RunWatcher
 
-            Follower(run, Console()).follow()
+            RunWatcher(run, Console()).follow()
     except KeyboardInterrupt:
         typer.echo("", err=True)

@@ -1,1 +1,1 @@
-"""TOML files turned into objects."""
+"""Configs: read a TOML file, check it, and build data, model and algorithm from it."""

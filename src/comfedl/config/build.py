@@ -1,6 +1,6 @@
-"""From a table of a config to the thing it names: methods, outer functions, partitions, models.
+"""Build the object that a config table describes: an algorithm, an outer function, a partition, a model.
 
-Every mistake is one sentence that says which key it is about, what may stand there, and the nearest right name.
+Every mistake is reported in one sentence with the key, what is allowed, and the closest valid name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from comfedl.core.outer_functions import OUTERS, Outer
 from comfedl.utils.errors import ConfigError, nearest
 from comfedl.utils.toml import describe
 
-# What people call things elsewhere.
+# Names that other libraries and papers use.
 SYNONYMS = {
     "learning_rate": "lr",
     "eta": "lr",
@@ -41,18 +41,20 @@ SYNONYMS = {
 }
 
 
-def make(cls: type, arguments: Mapping[str, Any], where: str, extra: Iterable[str] = ()) -> Any:
-    """Build a dataclass (a method, an outer function, a partition) from a table of its arguments.
+def from_table(cls: type, arguments: Mapping[str, Any], where: str, other_keys: Iterable[str] = ()) -> Any:
+    """Build a dataclass (an algorithm, an outer function, a partition) from the table ``where`` of its arguments.
 
-    ``extra`` are keys that the table may have besides: they are only listed where a key is unknown.
+    ``other_keys`` are further keys of that table, to be listed in the error for an unknown key.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key in arguments:
         if key not in fields:
-            raise unknown(where, key, [*fields, *extra], getattr(cls, "name", cls.__name__))
-    values = {key: _argument(hints[key], value, f"{where}.{key}") for key, value in arguments.items()}
-    missing = [name for name, field in fields.items() if _required(field) and name not in values]
+            raise unknown_key(where, key, [*fields, *other_keys], getattr(cls, "name", cls.__name__))
+    values = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in arguments.items()}
+    none = dataclasses.MISSING
+    required = [name for name, field in fields.items() if field.default is none and field.default_factory is none]
+    missing = [name for name in required if name not in values]
     if missing:
         raise ConfigError(f"{where}.{missing[0]} is missing; {signature(cls)} needs it.")
     try:
@@ -61,120 +63,117 @@ def make(cls: type, arguments: Mapping[str, Any], where: str, extra: Iterable[st
         raise ConfigError(f"In [{where}]: {error}") from None
 
 
-def _required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _argument(kind: Any, value: Any, where: str) -> Any:
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    """A value of a config as the type of an argument."""
     kinds = typing.get_args(kind) or (kind,)
     if Outer in kinds:
-        return _nested(value, where, OUTERS, 'name = "kl", gamma = 0.2')
+        return _build_named(value, where, OUTERS, 'name = "kl", gamma = 0.2')
     if Adapt in kinds:
-        named = {"name": "adapt", **value} if isinstance(value, dict) else value
-        return _nested(named, where, {"adapt": Adapt}, 'name = "adapt", lr = 0.05')
+        table = {"name": "adapt", **value} if isinstance(value, dict) else value
+        return _build_named(table, where, {"adapt": Adapt}, 'name = "adapt", lr = 0.05')
     if Composition in kinds:
-        found = imported(where, value) if isinstance(value, str) and ":" in value else None
+        found = import_object(where, value) if isinstance(value, str) and ":" in value else None
         if not isinstance(found, Composition):
             raise ConfigError(f'{where} is {value!r}, but it must be "module:name" of a Composition.')
         return found
     if value == "all" and types.NoneType in kinds and str not in kinds:
-        return None  # TOML has no None: all of the data
+        return None  # TOML has no None; "all" stands for it
     try:
         return TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
     except ValidationError as error:
-        raise ConfigError(f"{where} is {value!r}, but {complaint(error)}; it is of type {_spelt(kind)}.") from None
+        name = kind.__name__ if isinstance(kind, type) else kind
+        raise ConfigError(f"{where} is {value!r}, but {first_complaint(error)}; its type is {name}.") from None
 
 
-def _nested(value: Any, where: str, names: Mapping[str, type], example: str) -> Any:
+def _build_named(value: Any, where: str, names: Mapping[str, type], example: str) -> Any:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ConfigError(f"{where} is {value!r}, but it must be a table like {{ {example} }}, with its name.")
+        raise ConfigError(f"{where} is {value!r}, but it must be a table with a name, such as {{ {example} }}.")
     found = lookup(f"{where}.name", value["name"], names)
-    return make(found, {key: part for key, part in value.items() if key != "name"}, where)
+    return from_table(found, {key: part for key, part in value.items() if key != "name"}, where)
 
 
 def lookup(where: str, name: str, names: Mapping[str, Any]) -> Any:
-    """What a name stands for."""
+    """The object registered under a name."""
     if name not in names:
         raise ConfigError(f"{where} is {name!r}, which is unknown; {nearest(name, names)}.")
     return names[name]
 
 
-def imported(where: str, name: str) -> Any:
-    """What ``"module:name"`` stands for; modules beside the working folder are found too."""
+def import_or_lookup(where: str, name: str, names: Mapping[str, Any]) -> Any:
+    """The user's object ``"module:name"``, or the one registered under a name."""
+    return import_object(where, name) if ":" in name else lookup(where, name, names)
+
+
+def import_object(where: str, name: str) -> Any:
+    """Import ``"module:name"``, also from the working folder."""
     module, _, attribute = name.partition(":")
-    if "" not in sys.path:
+    if "" not in sys.path:  # the working folder, which is not on the path of an installed script
         sys.path.insert(0, "")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the reader's module may raise anything
-        raise ConfigError(f"{where} is {name!r}, which cannot be imported ({_said(error)}); check it.") from error
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(f"{where} is {name!r}, which cannot be imported ({_describe(error)}); check it.") from error
 
 
-def call(where: str, name: str, function: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """Call a function of the reader's own, which may raise anything."""
+def call_user_code(where: str, name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function of the user, which may raise anything."""
     try:
-        return function(*given, **options)
+        return function(*arguments, **options)
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{where} is {name!r}, and calling it raised an error ({_said(error)}).") from error
+        raise ConfigError(f"{where} is {name!r}, and calling it raised an error ({_describe(error)}).") from error
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def check_options(where: str, function: Callable[..., Any], options: Mapping[str, Any], given: int) -> None:
-    """See that a function takes these options, after so many arguments that it gets anyway."""
-    parameters = list(inspect.signature(function).parameters.values())[given:]
+def check_options(where: str, function: Callable[..., Any], options: Mapping[str, Any], skip: int) -> None:
+    """Check that a function accepts these options; its first ``skip`` arguments are passed by position."""
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return
     names = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
     for key in options:
         if key not in names:
-            raise unknown(where, key, [*names, "name"], signature(function))
+            raise unknown_key(where, key, [*names, "name"], signature(function))
     for parameter in parameters:
         if parameter.default is inspect.Parameter.empty and parameter.name not in options and parameter.name in names:
             raise ConfigError(f"{where}.{parameter.name} is missing; {signature(function)} needs it.")
 
 
-def defaults(function: Callable[..., Any], given: int) -> dict[str, Any]:
-    """The default options of a function, after so many arguments that it gets anyway."""
-    parameters = list(inspect.signature(function).parameters.values())[given:]
+def default_options(function: Callable[..., Any], skip: int) -> dict[str, Any]:
+    """The default values of a function's arguments after the first ``skip``."""
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
     return {p.name: describe(p.default) for p in parameters if p.default is not inspect.Parameter.empty}
 
 
-def signature(of: Any) -> str:
-    """A class or function as it is called: ``Exp(gamma: float)``."""
-    name = getattr(of, "name", None) or getattr(of, "__name__", None) or str(of)
-    return f"{name}{inspect.signature(of)}".replace("'", "").partition(" ->")[0]
+def signature(function: Any) -> str:
+    """A class or function with its arguments: ``Exp(gamma: float)``."""
+    name = getattr(function, "name", None) or getattr(function, "__name__", None) or str(function)
+    return f"{name}{inspect.signature(function)}".replace("'", "").partition(" ->")[0]
 
 
-def _spelt(kind: Any) -> str:
-    return str(kind.__name__) if isinstance(kind, type) else str(kind)
-
-
-def unknown(where: str, key: str, allowed: Iterable[str], owner: str = "") -> ConfigError:
-    """The error for a key that is not known, with the nearest that is."""
+def unknown_key(where: str, key: str, allowed: Iterable[str], owner: str = "the config") -> ConfigError:
+    """The error for an unknown key, with the closest valid one."""
     allowed = list(allowed)
-    hints = [f"did you mean {SYNONYMS[key]!r}?"] if SYNONYMS.get(key) in allowed else []
-    for path, names in PLACES.items():
-        if key in names and path != where and not hints and key not in allowed:
-            hints = [f"did you mean '{path}.{key}'?"]
-    said = f"{' '.join(hints)} Allowed: {', '.join(sorted(allowed))}" if hints else nearest(key, allowed)
-    place = f"{where}.{key}" if where else key
-    return ConfigError(f"{place} is not a key that {owner or 'a config'} has; {said}.")
+    meant = SYNONYMS.get(key)
+    if meant not in allowed:
+        meant = next((f"{table}.{key}" for table, keys in TABLE_OF_KEY.items() if key in keys and table != where), None)
+    hint = f"did you mean {meant!r}? Allowed: {', '.join(sorted(allowed))}" if meant else nearest(key, allowed)
+    return ConfigError(f"{f'{where}.{key}' if where else key} is not a key of {owner}; {hint}.")
 
 
-# Keys that are often put one table too high, by where they belong.
-PLACES = {
+# Keys that are often written in the wrong table, by the table that they belong in.
+TABLE_OF_KEY = {
     "algorithm": {"lr", "local_steps", "batch_size", "outer", "inner"},
     "algorithm.outer": {"gamma", "cap", "effective_clients", "level", "rho", "q"},
     "data": {"partition", "clients", "alpha", "rho", "path", "client", "target"},
 }
 
 
-def complaint(error: ValidationError) -> str:
-    """Pydantic's first complaint, as a part of a sentence."""
+def first_complaint(error: ValidationError) -> str:
+    """Pydantic's first complaint, to be used within a sentence."""
     text = error.errors()[0]["msg"]
     return text[0].lower() + text[1:]

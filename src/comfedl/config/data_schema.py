@@ -1,14 +1,15 @@
-"""The table [data] of a config: a data set with its partition, or the reader's own data."""
+"""The [data] table of a config: a registered data set with a partition, or the user's data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
-from comfedl.config.build import call, check_options, defaults, imported, lookup, make, unknown
+from comfedl.config import build
 from comfedl.data.federated import FederatedData
 from comfedl.data.from_folders import from_folder
 from comfedl.data.from_tables import Shares, from_csv
@@ -23,7 +24,7 @@ from comfedl.utils.toml import describe
 
 
 class NamedTable(BaseModel):
-    """A table whose other keys are the arguments of what it names."""
+    """A table with a name; its other keys are the arguments of the object with that name."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -32,6 +33,14 @@ class NamedTable(BaseModel):
     @property
     def arguments(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
+
+
+class SampleSpec(NamedTuple):
+    """The shape and dtype of one input, and the number of outputs that a model needs."""
+
+    shape: tuple[int, ...]
+    outputs: int
+    dtype: torch.dtype
 
 
 def csv(
@@ -46,9 +55,9 @@ def csv(
     scale_target: bool = False,
     missing: str = "error",
 ) -> FederatedData:
-    """A CSV file with a column that names each row's client; see ``FederatedData.from_dataframe``."""
-    named = {"split": split, "drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
-    return from_csv(path, client, target, shares, task=task, **named)
+    """A CSV file with a column of client names; see ``FederatedData.from_dataframe``."""
+    options = {"split": split, "drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
+    return from_csv(path, client, target, shares, task=task, **options)
 
 
 def folder(
@@ -62,18 +71,18 @@ def folder(
     scale_target: bool | None = None,
     missing: str | None = None,
 ) -> FederatedData:
-    """A folder with a file or a folder for each client; see ``FederatedData.from_folder``."""
-    named = {"drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
-    options = {key: value for key, value in named.items() if value is not None}
+    """A folder with one file or folder per client; see ``FederatedData.from_folder``."""
+    given = {"drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
+    options = {key: value for key, value in given.items() if value is not None}
     return from_folder(path, shares, target, size, **options, **({} if target is None else {"task": task}))
 
 
-OWN: dict[str, Callable[..., FederatedData]] = {"csv": csv, "folder": folder}
-"""The reader's own data by the names that a config uses; ``"module:function"`` names a function (seed)."""
+READERS: dict[str, Callable[..., FederatedData]] = {"csv": csv, "folder": folder}
+"""Readers of the user's files, by their names in a config; ``"module:function"`` names the user's code."""
 
 
 class DataTable(NamedTable):
-    """[data]: the data set, and its partition with the partition's arguments."""
+    """[data]: the data set, and its partition with the partition's arguments, or the arguments of the user's data."""
 
     partition: str | None = None
     validation: float = 0.2
@@ -82,109 +91,111 @@ class DataTable(NamedTable):
     seed: int | None = None
 
     def check(self) -> None:
-        """See that the keys are those that the data have."""
+        """Check all keys without loading the data."""
         if self.seed is not None:
             checks.at_least("data.seed", self.seed, 0)
-        if not self._own:
+        if not self._is_user_data:
             self.make_partition()
             return
-        function, given = self._function()
-        told = {key: getattr(self, key) for key in ("partition", "held_out") if getattr(self, key) is not None}
-        check_options("data", function, {**self._options(), **told}, given)
+        function, skip = self._loader()
+        given = {key: getattr(self, key) for key in ("partition", "held_out") if getattr(self, key) is not None}
+        build.check_options("data", function, {**self._options(), **given}, skip)
 
     @property
-    def _own(self) -> bool:
-        return self.name in OWN or ":" in self.name
+    def _is_user_data(self) -> bool:
+        return self.name in READERS or ":" in self.name
 
-    def _function(self) -> tuple[Callable[..., Any], int]:
-        """What makes the reader's own data, and how many arguments it gets besides the options."""
-        if self.name in OWN:
-            return OWN[self.name], 2
-        found = imported("data.name", self.name)
+    def _loader(self) -> tuple[Callable[..., Any], int]:
+        """The function that loads the user's data, and how many arguments it takes before the options."""
+        if self.name in READERS:
+            return READERS[self.name], 2
+        found = build.import_object("data.name", self.name)
         if not callable(found):
             raise ConfigError(f"data.name is {self.name!r}, which is not a function (seed) -> FederatedData.")
         return found, 1
 
     def _options(self) -> dict[str, Any]:
-        """The options of the reader's own data; a function gets the shares too, where they are given."""
-        shares = () if self.name in OWN else ("validation", "test")
+        """The loader's options; a function of the user also gets validation and test if they are set."""
+        shares = () if self.name in READERS else ("validation", "test")
         return {**self.arguments, **{key: getattr(self, key) for key in shares if key in self.model_fields_set}}
 
     def make_partition(self) -> Partition:
-        """The partition; by default the data's own groups, or ten equal clients."""
-        source = lookup("data.name", self.name, {**SOURCES, **OWN})
+        """The partition; the default is the data set's natural groups, or else ten i.i.d. clients."""
+        source = build.lookup("data.name", self.name, {**SOURCES, **READERS})
         if self.partition is None:
             for key in self.arguments:
-                raise ConfigError(f"{unknown('data', key, DataTable.model_fields)} Or name a partition that has it.")
+                error = build.unknown_key("data", key, DataTable.model_fields)
+                raise ConfigError(f"{error} Or name a partition that has it.")
             return Natural() if source.grouped else IID(clients=10)
-        found = lookup("data.partition", self.partition, PARTITIONS)
-        partition: Partition = make(found, self.arguments, "data", extra=DataTable.model_fields)
+        found = build.lookup("data.partition", self.partition, PARTITIONS)
+        partition: Partition = build.from_table(found, self.arguments, "data", other_keys=DataTable.model_fields)
         return partition
 
     def make_data(self, seed: int, progress: bool = False, loss: str = "cross_entropy") -> FederatedData:
-        """The clients' data; ``seed`` is the run's, for where the table has none of its own.
+        """Load the clients' data; ``seed`` is used unless the table has one.
 
-        The loss says whether the y of a table are labels or numbers.
+        The loss decides whether y is read as class labels or as numbers.
         """
         seed = seed if self.seed is None else self.seed
-        if not self._own:
+        if not self._is_user_data:
             return load(self.name, self.make_partition(), seed, self.validation, self.test, progress, self.held_out)
-        function, _ = self._function()
-        if self.name in OWN:
+        function, _ = self._loader()
+        if self.name in READERS:
             task = "regression" if loss in REGRESSIONS else "classification"
-            return OWN[self.name](Shares(self.validation, self.test, seed), task, **self.arguments)
-        fed = call("data.name", self.name, function, seed, **self._options())
+            return READERS[self.name](Shares(self.validation, self.test, seed), task, **self.arguments)
+        fed = build.call_user_code("data.name", self.name, function, seed, **self._options())
         if not isinstance(fed, FederatedData):
-            raise ConfigError(f"data.name is {self.name!r}, which gave {type(fed).__name__}, not a FederatedData.")
+            raise ConfigError(f"data.name is {self.name!r}, which returned {type(fed).__name__}, not a FederatedData.")
         return fed
 
-    def form(self, seed: int, loss: str, encoding: Encoding | None) -> tuple[tuple[int, ...], int]:
-        """One sample's shape and how many outputs a model needs; the data are only made where nothing else says it."""
-        if not self._own and loss == "cross_entropy":
-            return SOURCES[self.name].shape, SOURCES[self.name].classes
+    def sample_spec(self, seed: int, loss: str, encoding: Encoding | None) -> SampleSpec:
+        """What a model needs to know of the data, which are loaded only if nothing else tells."""
+        if not self._is_user_data and loss == "cross_entropy":
+            return SampleSpec(SOURCES[self.name].shape, SOURCES[self.name].classes, torch.float32)
         if encoding is not None and encoding.columns:
-            return encoding.shape, len(encoding.classes) if loss == "cross_entropy" else 1
+            outputs = len(encoding.classes) if loss == "cross_entropy" else 1
+            return SampleSpec(encoding.shape, outputs, torch.float32)
         fed = self.make_data(seed, loss=loss)
-        return tuple(fed.train.x.shape[1:]), self.outputs(fed, loss)
+        return SampleSpec(tuple(fed.train.x.shape[1:]), self.outputs(fed, loss), fed.train.x.dtype)
 
     def outputs(self, fed: FederatedData, loss: str) -> int:
-        """How many outputs a model needs: one for each class, or for each number of y."""
+        """The number of outputs that a model needs: one per class, or one per number in y."""
         if loss in REGRESSIONS:
             return math.prod(fed.train.y.shape[1:])
         if loss == "bce":
             return 1
-        if not self._own:
+        if not self._is_user_data:
             return SOURCES[self.name].classes
         if fed.encoding is not None and fed.encoding.classes:
             return len(fed.encoding.classes)
         splits = [split for name in ("train", "validation", "test") if (split := fed.split(name)) is not None]
         return max(1 + int(split.y.max()) for split in splits)
 
-    def outputs_unseen(self, loss: str) -> int:
-        """The same where there are no data to look at."""
+    def outputs_without_data(self, loss: str) -> int:
+        """The same on a server that does not have the data."""
         if loss != "cross_entropy":
             return 1
-        if self._own:
-            raise ConfigError("The data are at sites; say with flower.outputs how many classes they have.")
+        if self._is_user_data:
+            raise ConfigError("The data are at the sites; set flower.outputs to the number of classes.")
         return SOURCES[self.name].classes
 
     def resolved(self) -> dict[str, Any]:
-        """All values, defaults included."""
-        own = self.model_dump(include=set(DataTable.model_fields), exclude_none=True)
-        if self._own:
-            function, given = self._function()
-            kept = {key: value for key, value in own.items() if self.name in OWN or key in self.model_fields_set}
-            return {**kept, **defaults(function, given), **self._options()}
+        """All values, including defaults."""
+        fields = self.model_dump(include=set(DataTable.model_fields), exclude_none=True)
+        if self._is_user_data:
+            function, skip = self._loader()
+            kept = {key: value for key, value in fields.items() if self.name in READERS or key in self.model_fields_set}
+            return {**kept, **build.default_options(function, skip), **self._options()}
         partition = self.make_partition()
         name = next(name for name, kind in PARTITIONS.items() if kind is type(partition))
-        return own | {"partition": name} | {k: v for k, v in describe(partition).items() if k != "name"}
+        return fields | {"partition": name} | {k: v for k, v in describe(partition).items() if k != "name"}
 
 
 SITES = "sites"
 
 
 class SitesTable(DataTable):
-    """[data] with the name "sites": each site has its own, and here stands only what the model must know of them."""
+    """[data] with name = "sites": the data stay at the sites, so only the number of classes is given."""
 
     classes: int | None = None
 
@@ -192,23 +203,23 @@ class SitesTable(DataTable):
         if self.classes is not None:
             checks.at_least("data.classes", self.classes, 1)
         for key in self.model_fields_set - {"name", "classes"} | self.arguments.keys():
-            raise unknown("data", key, ["name", "classes"], "data that are at sites")
+            raise build.unknown_key("data", key, ["name", "classes"], "data at sites")
 
-    def outputs_unseen(self, loss: str) -> int:
+    def outputs_without_data(self, loss: str) -> int:
         if loss == "cross_entropy" and self.classes is None:
-            raise ConfigError("data.classes is missing: the data are at sites, so say how many classes they have.")
+            raise ConfigError("data.classes is missing: the data are at the sites, so give the number of classes.")
         return 1 if loss != "cross_entropy" or self.classes is None else self.classes
 
     def outputs(self, fed: FederatedData, loss: str) -> int:
-        return self.outputs_unseen(loss)
+        return self.outputs_without_data(loss)
 
     def make_data(self, seed: int, progress: bool = False, loss: str = "cross_entropy") -> FederatedData:
         raise ConfigError(
-            'data.name is "sites": the data are at sites and not here; start the run with flwr run (docs/flower.md).'
+            'data.name is "sites": the data stay at the sites; start the run with flwr run (docs/flower.md).'
         )
 
-    def form(self, seed: int, loss: str, encoding: Encoding | None) -> tuple[tuple[int, ...], int]:
-        raise ConfigError("The data of this run are at its sites: its model cannot be built from its config alone.")
+    def sample_spec(self, seed: int, loss: str, encoding: Encoding | None) -> SampleSpec:
+        raise ConfigError("The data of this run are at its sites, so its model cannot be built from its config alone.")
 
     def resolved(self) -> dict[str, Any]:
         return {"name": self.name, **({} if self.classes is None else {"classes": self.classes})}

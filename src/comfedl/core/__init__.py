@@ -1,1 +1,1 @@
-"""The mathematics, and the contract between the server and its clients."""
+"""The mathematics of the methods, and the contract between server and clients."""

@@ -1,6 +1,6 @@
-"""Numbers over clients: their mean, the worst client, the worst tenth and the spread.
+"""Statistics over clients: mean, worst client, worst tenth and standard deviation.
 
-Each client counts once, whatever its size: a mean here is the mean of the clients' own numbers.
+Every client counts once, however many samples it has.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ Row = dict[str, float | int | str | None]
 
 
 def base(name: str) -> str:
-    """What is measured: ``"auc"`` of ``"validation.personal_auc"``."""
+    """The metric behind a column's name: ``"auc"`` for ``"validation.personal_auc"``."""
     return name.rpartition(".")[2].removeprefix("personal_")
 
 
 def smaller_is_better(metric: str) -> bool:
-    """Whether the worst client is the one with the largest number."""
+    """Whether the worst client is the one with the largest value."""
     name = base(metric)
     return name == "loss" or (name in METRICS and METRICS[name].smaller_is_better)
 
 
 def undefinable(metric: str) -> bool:
-    """Whether some data leave it undefined."""
+    """Whether the metric is undefined on some data (AUC on a single class)."""
     name = base(metric)
     return name in METRICS and METRICS[name].may_be_undefined
 
 
 def summarise(metric: str, values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
-    """Mean, worst, the mean of the worst tenth (at least one client), and standard deviation over clients.
+    """Mean, worst, mean of the worst tenth (at least one client) and standard deviation over clients.
 
-    The worst client is the one with the largest loss or error, or the smallest of any other metric.
+    The worst client has the largest loss or error, or the smallest value of any other metric.
 
     >>> summarise("accuracy", [0.9, 0.5])
     {'mean': 0.7, 'worst': 0.5, 'worst10': 0.5, 'std': 0.2}
@@ -44,7 +44,7 @@ def summarise(metric: str, values: Sequence[float] | NDArray[np.float64]) -> dic
     numbers = np.asarray(values, dtype=np.float64)
     worst_first = np.sort(numbers)[:: -1 if smaller_is_better(metric) else 1]
     tenth = worst_first[: math.ceil(len(numbers) / 10)]
-    # Halving what is near the largest float keeps sums and squares of it finite, and changes nothing else.
+    # Scaling huge values by a power of two keeps sums and squares finite; it is exact, so nothing else changes.
     scale = 2.0 ** max(0, math.frexp(float(np.abs(numbers).max()))[1] - 400)
     return {
         "mean": float((numbers / scale).mean() * scale),
@@ -55,7 +55,7 @@ def summarise(metric: str, values: Sequence[float] | NDArray[np.float64]) -> dic
 
 
 def effective_clients(weights: Sequence[float]) -> float:
-    """``(sum r)^2 / sum r^2``: how many equal clients the weights amount to.
+    """``(sum r)^2 / sum r^2``: how many equally weighted clients the weights are worth.
 
     >>> effective_clients([0.25, 0.25, 0.25, 0.25])
     4.0
@@ -66,7 +66,7 @@ def effective_clients(weights: Sequence[float]) -> float:
 
 
 def divergence(weights: Sequence[float]) -> float:
-    """``sum_i r_i log(m r_i)``, the KL divergence of the m weights from uniform.
+    """``sum_i r_i log(m r_i)``, the KL divergence of m weights from uniform.
 
     >>> divergence([0.5, 0.5])
     0.0
@@ -77,15 +77,15 @@ def divergence(weights: Sequence[float]) -> float:
 
 
 def summarise_clients(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The summaries of every metric of every split, as ``"validation.accuracy.worst"`` and the like."""
+    """Summaries of every metric on every split, keyed like ``"validation.accuracy.worst"``."""
     names = dict.fromkeys(name for score in scores for name in score)
     return summarise_columns({name: [score[name] for score in scores if name in score] for name in names})
 
 
 def summarise_columns(columns: Mapping[str, Sequence[float] | NDArray[np.float64]]) -> dict[str, float]:
-    """The same from each metric's numbers.
+    """The same, from one column of values per metric.
 
-    Where a metric is not defined for all clients of a split, ``"validation.auc.clients"`` says for how many it is.
+    If a metric is undefined for some clients of a split, ``"validation.auc.clients"`` counts those that have it.
     """
     found = {
         f"{name}.{statistic}": number
@@ -93,14 +93,14 @@ def summarise_columns(columns: Mapping[str, Sequence[float] | NDArray[np.float64
         for statistic, number in summarise(name, values).items()
     }
     for name, values in columns.items():
-        everybody = columns.get(f"{name.rpartition('.')[0]}.loss", values)
-        if undefinable(name) and len(values) < len(everybody):
+        all_clients = columns.get(f"{name.rpartition('.')[0]}.loss", values)
+        if undefinable(name) and len(values) < len(all_clients):
             found[f"{name}.clients"] = len(values)
     return found
 
 
 def nested(row: Mapping[str, float | int | str | None]) -> dict[str, dict[str, dict[str, float]]]:
-    """``{"train.loss.mean": 1.0}`` as ``{"train": {"loss": {"mean": 1.0}}}``; other keys are left out."""
+    """``{"train.loss.mean": 1.0}`` as ``{"train": {"loss": {"mean": 1.0}}}``; other keys are dropped."""
     out: dict[str, dict[str, dict[str, float]]] = {}
     for name, value in row.items():
         parts = name.split(".")

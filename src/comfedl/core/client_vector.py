@@ -1,7 +1,7 @@
-"""One number a client, as a value of which a round changes a few: that costs as many, not as there are clients.
+"""An immutable vector with one number per client; updating k entries is O(k), not O(clients).
 
-For few clients it is a plain tensor. For many it is a tensor that is shared with the vectors before it, and a list of
-what has changed since, which is written into a new one when it has become long.
+With few clients it is a plain tensor. With many it is a base tensor, shared with earlier versions, plus a log of
+updates, which is merged into a new base once it grows long.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from torch import Tensor
 
 from comfedl.utils.tree import Tree
 
-FEW = 16_384  # up to so many clients a copy of all is as quick, and up to so many changes a copy of these
+FEW = 16_384  # up to this many clients, or logged updates, a full copy is just as fast
 
 
 def full(clients: int, value: float) -> Tree:
-    """The vector with this number for every client, in float64."""
+    """A float64 vector with the same number for every client."""
     numbers = torch.full((clients,), value, dtype=torch.float64)
-    return numbers if clients <= FEW else _settled(numbers)
+    return numbers if clients <= FEW else _merged(numbers)
 
 
 def put(vector: Tree, clients: Sequence[int], values: Tensor) -> Tree:
-    """The vector with these clients' numbers changed; the one given stays as it is."""
-    who = torch.tensor(clients, dtype=torch.int64)
+    """A new vector with these clients' numbers replaced."""
+    indices = torch.tensor(clients, dtype=torch.int64)
     if isinstance(vector, Tensor):
-        return vector.index_put((who,), values)
-    changed = {
+        return vector.index_put((indices,), values)
+    updated = {
         "all": vector["all"],
-        "clients": torch.cat([vector["clients"], who]),
+        "clients": torch.cat([vector["clients"], indices]),
         "numbers": torch.cat([vector["numbers"], values]),
     }
-    return changed if len(changed["clients"]) <= FEW else _settled(whole(changed))
+    return updated if len(updated["clients"]) <= FEW else _merged(to_tensor(updated))
 
 
-def whole(vector: Tree) -> Tensor:
+def to_tensor(vector: Tree) -> Tensor:
     """All clients' numbers as one tensor."""
     if isinstance(vector, Tensor):
         return vector
     numbers: Tensor = vector["all"].clone()
-    numbers.numpy()[vector["clients"].numpy()] = vector["numbers"].numpy()  # of several of one client the last stays
+    numbers.numpy()[vector["clients"].numpy()] = vector["numbers"].numpy()  # of repeated clients, the last one wins
     return numbers
 
 
-def _settled(numbers: Tensor) -> Tree:
-    """The vector with these numbers, and nothing that has changed since."""
+def _merged(numbers: Tensor) -> Tree:
+    """A vector with these numbers and an empty log of updates."""
     return {"all": numbers, "clients": torch.empty(0, dtype=torch.int64), "numbers": numbers.new_empty(0)}

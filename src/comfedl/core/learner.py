@@ -1,8 +1,7 @@
-"""A model as pure functions: parameters and buffers are handed in, losses and derivatives come back.
+"""A model as pure functions of its parameters and buffers: losses, gradients and Hessian-vector products.
 
-Buffers (the running statistics of BatchNorm) travel beside the parameters. A local step updates them once, in the
-forward pass of the inner map; the server averages them with the weights of the parameters, and takes the maximum of
-counters.
+Buffers (BatchNorm's running statistics) travel with the parameters. A local step updates them once, in the forward
+pass of the inner map; the server averages them with the parameters' weights, and takes the maximum of counters.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ from comfedl.utils.tree import Tree
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
 Pullback = Callable[[Tree], Params]
-# The slope of a scalar function on top of an objective, from the objective's value.
+"""A VJP: from the cotangent of a function's value to that of its parameters."""
 Slope = Callable[[Tensor], Tensor]
+"""The derivative of a scalar function applied on top of an objective, as a function of the objective's value."""
 
-# How many samples one forward pass takes when all of a client's data is evaluated. It is fixed, and the order is the
-# data's own, because a model with batch statistics gives an answer that depends on both.
+# Samples per forward pass in evaluation. Fixed, and in the data's order: with batch statistics, scores depend on both.
 CHUNK = 500
 
 
 class Model(TypedDict):
-    """What travels: the parameters that are trained and the buffers that are not."""
+    """What travels: trained parameters, and buffers."""
 
     params: Params
     buffers: Params
 
 
 class Learner:
-    """A model's functions, without its state: parameters and buffers are always handed in.
+    """A model's functions without its state: parameters and buffers are always arguments.
 
-    ``module`` is None where the reader's own problem trains a plain dict of tensors. ``metrics`` are means over a
-    batch, like the loss, ``metric(output, y)``, or those of ``metrics.WHOLE``.
+    ``module`` is None if a ``Composition`` trains a plain dict of tensors. ``metrics`` are functions (output, y): means
+    over a batch, like the loss, or those of ``metrics.WHOLE``.
     """
 
     def __init__(
@@ -60,83 +59,83 @@ class Learner:
         self.metrics = metrics or {}
 
     def copy(self) -> Self:
-        """The same learner with a module of its own, for another thread."""
+        """A deep copy, for another thread."""
         return copy.deepcopy(self)
 
     def descend(self, model: Model, batches: Sequence[Batch], rate: float) -> tuple[Params, Tensor] | None:
-        """Where gradient steps on the loss end, one a batch, and each one's losses; None where it knows no short cut.
+        """A fused loop of gradient steps, one per batch: the final parameters and each step's loss.
 
-        A model for which it knows one has no buffers.
+        None if this learner has no fused loop for the model; a model with one has no buffers.
         """
         return None
 
     def to_layout(self, tensors: Tree) -> Tree:
-        """Tensors in the memory layout that this learner computes in."""
+        """Tensors in the memory layout this learner computes in."""
         return tensors
 
     def from_layout(self, tensors: Tree) -> Tree:
-        """Tensors in torch's usual layout, in which they travel and are saved."""
+        """Tensors in torch's default layout, in which they travel and are saved."""
         return tensors
 
-    def same_noise(self, like: Tree) -> AbstractContextManager[None]:
-        """What is drawn inside is drawn once more after it, on the devices of these tensors."""
+    def repeat_noise(self, like: Tree) -> AbstractContextManager[None]:
+        """Rewind the random generators on exit, so that the code after the block sees the same noise."""
         devices = {leaf.device for leaf in tree.leaves(like) if leaf.device.type == "cuda"}
         return torch.random.fork_rng(devices=sorted(devices, key=str))
 
     @property
     def module(self) -> nn.Module | None:
-        """The model, for its structure alone."""
+        """The model; only its structure is used."""
         return None if self.call is None else self.call.module
 
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
-        """The model's output on ``x``, and its buffers afterwards (unchanged where ``train`` is false)."""
+        """The model's output on ``x``, and the updated buffers (unchanged unless ``train``)."""
         assert self.call is not None
-        # The module writes to its buffers in place: it gets copies, so that this function stays pure.
+        # The module updates its buffers in place; it gets copies, so that this function stays pure.
         after = {name: buffer.clone() for name, buffer in buffers.items()} if train else buffers
         return self.call(x, train, params, after), after
 
     def loss(self, params: Params, buffers: Params, batch: Batch, train: bool = True) -> tuple[Tensor, Params]:
-        """The mean loss on a batch, and the buffers afterwards."""
+        """The mean loss on a batch, and the updated buffers."""
         assert self.loss_function is not None
-        x, y = paired(batch)
+        x, y = double_single_sample(batch)
         output, after = self.output(params, buffers, x, train)
         return self.loss_function(output, y), after
 
-    def pull_loss(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
-        """The mean loss on a batch, its pullback to the parameters (to be called once), and the buffers afterwards."""
-        return pull(lambda params: self.loss(params, buffers, batch), params)
+    def loss_and_vjp(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
+        """The mean loss on a batch, its VJP (call it once), and the updated buffers."""
+        return value_and_vjp(lambda params: self.loss(params, buffers, batch), params)
 
-    def pull_curved(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
-        """The gradient of the mean loss on a batch, its Hessian-vector product (to be called once), and the buffers."""
+    def grad_and_hvp(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
+        """The gradient of the mean loss, its Hessian-vector product (call it once), and the updated buffers."""
 
-        def slope(params: Params) -> tuple[Params, Params]:
-            loss, seen = self.loss(params, buffers, batch)
-            return _pulled(loss, params, torch.ones_like(loss), create_graph=True), seen
+        def loss_gradient(params: Params) -> tuple[Params, Params]:
+            loss, updated = self.loss(params, buffers, batch)
+            return _vjp(loss, params, torch.ones_like(loss), create_graph=True), updated
 
-        # The Hessian is symmetric: its product is its pullback.
-        return pull(slope, params)
+        # The Hessian is symmetric, so the gradient's VJP is the Hessian-vector product.
+        return value_and_vjp(loss_gradient, params)
 
     def mean_loss(self, model: Model, data: Batch) -> Tensor:
-        """The mean loss of a model on whole data."""
+        """A model's mean loss on a whole dataset."""
         assert self.loss_function is not None
         return self.means(model, data, {"loss": self.loss_function})["loss"]
 
     def scores(self, model: Model, data: Batch) -> dict[str, Tensor]:
-        """The loss and the metrics of a model on whole data; one that these data do not define is left out."""
+        """A model's loss and metrics on a whole dataset; metrics undefined on it are left out."""
         assert self.loss_function is not None
         found = self.means(model, data, {"loss": self.loss_function, **self.metrics})
         return {name: score for name, score in found.items() if not (undefinable(name) and not bool(score.isfinite()))}
 
     def means(self, model: Model, data: Batch, functions: Mapping[str, MetricFunction]) -> dict[str, Tensor]:
-        """Functions (output, y) over whole data, taken chunk by chunk and without a graph.
+        """Functions (output, y) on a whole dataset, chunk by chunk and without a graph.
 
-        They are means over the samples, but for those of ``metrics.WHOLE``, which get all outputs.
+        They are means over samples, except those of ``metrics.WHOLE``, which need all outputs at once.
         """
-        plain, whole = apart(functions)
+        plain, whole = split_by_kind(functions)
         outputs: list[Tensor] = []
 
         def of(part: Batch) -> dict[str, Tensor]:
-            x, y = paired(part)
+            x, y = double_single_sample(part)
             output, _ = self.output(model["params"], model["buffers"], x, train=False)
             if whole:
                 outputs.append(output[: len(part[0])])
@@ -149,20 +148,20 @@ class Learner:
         return means | {name: function(torch.cat(outputs), data[1], size)[0] for name, function in whole.items()}
 
 
-def pull(function: Callable[[Tree], tuple[Tree, Any]], at: Tree) -> tuple[Any, Callable[[Tree], Any], Any]:
-    """The value of a function, its pullback there (to be called once), and what else it gave."""
+def value_and_vjp(function: Callable[[Tree], tuple[Tree, Any]], at: Tree) -> tuple[Any, Callable[[Tree], Any], Any]:
+    """The value of a function ``at -> (value, auxiliary)``, its VJP (call it once), and the auxiliary output."""
     leaves = tree.map(lambda leaf: leaf.detach().requires_grad_(), at)
     with torch.enable_grad():
-        value, aside = function(leaves)
-    return tree.map(Tensor.detach, value), partial(_pulled, value, leaves), tree.map(Tensor.detach, aside)
+        value, auxiliary = function(leaves)
+    return tree.map(Tensor.detach, value), partial(_vjp, value, leaves), tree.map(Tensor.detach, auxiliary)
 
 
-def _pulled(value: Tree, at: Tree, cotangent: Tree, create_graph: bool = False) -> Tree:
-    """The vector-Jacobian product of a value with what it was computed from."""
+def _vjp(value: Tree, at: Tree, cotangent: Tree, create_graph: bool = False) -> Tree:
+    """The vector-Jacobian product of a value with its inputs ``at``."""
     pairs = [(v, c) for v, c in zip(tree.leaves(value), tree.leaves(cotangent), strict=True) if v.requires_grad]
-    if not pairs:  # a value that does not depend on anything
+    if not pairs:  # a constant
         return tree.map(torch.zeros_like, at)
-    # As the gradients of single numbers: handing cotangents to autograd.grad makes torch load sympy, half a second.
+    # Gradients of scalars: passing cotangents to autograd.grad makes torch import sympy, which takes half a second.
     with torch.enable_grad():
         numbers = [(v * c).sum() if v.ndim else v * c for v, c in pairs]
     sources = list(tree.leaves(at))
@@ -170,27 +169,27 @@ def _pulled(value: Tree, at: Tree, cotangent: Tree, create_graph: bool = False) 
     return tree.map(lambda _: next(found), at)
 
 
-def apart(functions: Mapping[str, MetricFunction]) -> tuple[dict[str, LossFunction], dict[str, WholeMetric]]:
-    """The functions that are means over samples, and those of whole data."""
+def split_by_kind(functions: Mapping[str, MetricFunction]) -> tuple[dict[str, LossFunction], dict[str, WholeMetric]]:
+    """Split functions into means over samples and metrics of a whole dataset."""
     plain = {name: cast(LossFunction, function) for name, function in functions.items() if function not in WHOLE}
     whole = {name: cast(WholeMetric, function) for name, function in functions.items() if function in WHOLE}
     return plain, whole
 
 
-def paired(batch: Batch) -> Batch:
-    """A lone sample twice: its means are the same, and it has batch statistics."""
+def double_single_sample(batch: Batch) -> Batch:
+    """Repeat a single sample: means do not change, and batch statistics become defined."""
     return (torch.cat([batch[0]] * 2), torch.cat([batch[1]] * 2)) if len(batch[0]) == 1 else batch
 
 
 def chunks(data: Batch) -> Iterator[Batch]:
-    """Cut whole data into parts of at most ``CHUNK`` samples, in order."""
+    """Cut a dataset into parts of at most ``CHUNK`` samples, in order."""
     parts = math.ceil(len(data[0]) / CHUNK)
-    # Of nearly equal size, so that a model with batch statistics never gets a lone sample at the end.
+    # Of nearly equal size, so that batch statistics never see a single leftover sample.
     yield from zip(*(part.tensor_split(parts) for part in data), strict=True)
 
 
 def mean_over(data: Batch, of: Callable[[Batch], Tree]) -> Tree:
-    """The mean over all samples of means over a batch, taken chunk by chunk without a graph."""
+    """The mean over all samples of per-batch means, chunk by chunk and without a graph."""
     with torch.no_grad():
         parts = [(len(part[0]) / len(data[0]), of(part)) for part in chunks(data)]
         shares = [share for share, _ in parts]

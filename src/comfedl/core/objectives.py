@@ -16,29 +16,29 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from comfedl.core.learner import Batch, Learner, Model, Params, Pullback, Slope, pull
+from comfedl.core.learner import Batch, Learner, Model, Params, Pullback, Slope, value_and_vjp
 from comfedl.utils import checks, tree
 from comfedl.utils.tree import Tree
 
 
 class Objective(Protocol):
-    """A client's objective as ``gradient`` needs it. ``Composition`` is the public way to write one's own."""
+    """A client's objective, as ``gradient`` uses it. Users write theirs as a ``Composition``."""
 
     def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Tree, Pullback, Params]:
-        """The inner value on a batch, its pullback, and the buffers afterwards.
+        """The inner value on a batch, its VJP, and the updated buffers.
 
-        ``hessian_batch`` is for a map that takes its own derivative on another batch (``Adapt``).
+        ``hessian_batch`` is for a map that is differentiated on another batch (``Adapt``).
         """
 
     def outer(self, y: Tree, buffers: Params, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tree]]:
-        """The outer function of the inner value on a batch, and its pullback."""
+        """The outer function of the inner value on a batch, and its VJP."""
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
-        """The objective on whole data, without noise: what the server's weights are computed from."""
+        """The objective on a whole dataset, without noise; the server computes its weights from it."""
 
 
 class Gradient(NamedTuple):
-    """A stochastic gradient of a client's objective and what was seen on the way."""
+    """A stochastic gradient of a client's objective, with its value, weight and updated buffers."""
 
     direction: Params
     value: Tensor
@@ -56,7 +56,7 @@ def gradient(
 ) -> Gradient:
     """The stochastic gradient ``u = J_f(w; B)^T grad g(f(w; B); B~)``, lines 8 to 12 of Algorithm 1.
 
-    ``slope`` is the slope of a further scalar function of the value (``Exp`` on top of a loss): by the chain rule it
+    ``slope`` is the derivative of a scalar function on top of the value (``Exp`` of a loss): by the chain rule, it
     scales the gradient.
     """
     y, pullback, buffers = objective.inner(model, batch, hessian_batch)
@@ -67,12 +67,12 @@ def gradient(
 
 @dataclass(frozen=True)
 class LocalLoss:
-    """Inner: the local loss. Outer: nothing. The objective of plain training."""
+    """Inner: the local loss. Outer: the identity. The objective of plain training."""
 
     learner: Learner
 
     def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Tensor, Pullback, Params]:
-        return self.learner.pull_loss(model["params"], model["buffers"], batch)
+        return self.learner.loss_and_vjp(model["params"], model["buffers"], batch)
 
     def outer(self, y: Tensor, buffers: Params, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         return y, lambda cotangent: cotangent
@@ -83,15 +83,15 @@ class LocalLoss:
 
 @dataclass(frozen=True)
 class Composition:
-    """A two-level problem of your own, min over w of mean_i g(E f(w; xi); zeta).
+    """Your own two-level problem, min over w of mean_i g(E f(w; xi); zeta).
 
     Args:
         inner: ``inner(params, batch) -> y``; y is a scalar, a vector or a tree of tensors, a mean over the batch.
-        outer: ``outer(y, batch) -> scalar``; its batch comes from ``FederatedData(outer=...)``, or from the train
-            data where there is none.
+        outer: ``outer(y, batch) -> scalar``; its batch comes from ``FederatedData(outer=...)``, by default from the
+            train data.
 
-    A batch is the pair ``(x, y)``. The most risk-averse mean-variance portfolio, for example, has the inner value
-    (mean return, mean squared return) and the outer ``-mean + risk * (square - mean ** 2)``.
+    A batch is the pair ``(x, y)``. A mean-variance portfolio, for example, has the inner value (mean return, mean
+    squared return) and the outer function ``-mean + risk * (square - mean ** 2)``.
     """
 
     inner: Callable[[Params, Batch], Tree]
@@ -105,14 +105,14 @@ class CompositionObjective:
     composition: Composition
 
     def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Tree, Pullback, Params]:
-        return pull(lambda params: (self.composition.inner(params, batch), model["buffers"]), model["params"])
+        return value_and_vjp(lambda params: (self.composition.inner(params, batch), model["buffers"]), model["params"])
 
     def outer(self, y: Tree, buffers: Params, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tree]]:
-        value, pullback, _ = pull(lambda y: (self.composition.outer(y, batch), ()), y)
+        value, pullback, _ = value_and_vjp(lambda y: (self.composition.outer(y, batch), ()), y)
         return value, pullback
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:
-        # Both maps are the user's: they get their data whole, since only they know whether they are means, and no
+        # Both maps are the user's: no chunks, since only the user knows if they are means over samples, and no
         # no_grad, since they may differentiate inside.
         y = self.composition.inner(model["params"], data)
         return self.composition.outer(y, outer_data).detach()
@@ -124,11 +124,11 @@ HESSIAN_BATCHES = ("auto", "same", "own")
 
 @dataclass(frozen=True)
 class Adapt:
-    """The inner map of meta-learning, eq. (7): ``steps`` gradient steps of size ``lr`` on the client's own data.
+    """The inner map of meta-learning, eq. (7): ``steps`` gradient steps of size ``lr`` on the client's data.
 
-    ``order`` says how it is differentiated: "exact" through the steps (second order), "first" as if the step did not
-    depend on w, "hessian-free" with the Hessian-vector product as a central difference of gradients, ``delta`` apart.
-    ``hessian_batch`` says on which batch: "same" as the step's (the paper's Algorithm 1) or its "own" (Per-FedAvg's
+    ``order`` is how to differentiate it: "exact" through the steps (second order), "first" with the Hessian dropped,
+    "hessian-free" with the Hessian-vector product as a central difference of gradients, ``delta`` apart.
+    ``hessian_batch`` is the batch for that: "same" as the step's (the paper's Algorithm 1) or its "own" (Per-FedAvg's
     D''); "auto" is "own" for hessian-free and "same" for exact.
     """
 
@@ -147,7 +147,7 @@ class Adapt:
 
     @property
     def draws_hessian_batch(self) -> bool:
-        """Whether the derivative is taken on a batch of its own."""
+        """Whether the Hessian-vector product uses a separate batch."""
         own = self.order == "hessian-free" if self.hessian_batch == "auto" else self.hessian_batch == "own"
         return own and self.order != "first"
 
@@ -162,43 +162,43 @@ class Adapted:
     def inner(self, model: Model, batch: Batch, hessian_batch: Batch | None = None) -> tuple[Params, Pullback, Params]:
         buffers, rate, order = model["buffers"], self.adapt.lr, self.adapt.order
 
-        def slope(params: Params, on: Batch) -> tuple[Params, Params]:
+        def loss_gradient(params: Params, on: Batch) -> tuple[Params, Params]:
             found = gradient(LocalLoss(self.learner), Model(params=params, buffers=buffers), on, on)
             return found.direction, found.buffers
 
-        path, after = [model["params"]], buffers
-        products: list[Pullback] = []  # the Hessian-vector product at each point of the path
+        path, updated = [model["params"]], buffers
+        hvps: list[Pullback] = []  # the Hessian-vector product at each point of the path
         for step in range(self.adapt.steps):
             at, on = path[-1], batch if hessian_batch is None else hessian_batch
             if order == "exact":
-                direction, product, seen = self.learner.pull_curved(at, buffers, on)
-                products.append(product)
+                direction, hvp, moved = self.learner.grad_and_hvp(at, buffers, on)
+                hvps.append(hvp)
             elif order == "hessian-free":
-                products.append(partial(self._difference, partial(slope, on=on), at))
+                hvps.append(partial(self._hvp_by_difference, partial(loss_gradient, on=on), at))
             if order != "exact" or on is not batch:
-                direction, seen = slope(at, batch)
-            after = seen if step == 0 else after  # the buffers move once a step, in the pass at w
+                direction, moved = loss_gradient(at, batch)
+            updated = moved if step == 0 else updated  # buffers move once per local step, in the pass at w
             path.append(tree.step(at, rate, direction))
 
         def pullback(v: Params) -> Params:
-            while products:  # what a product has kept is free as soon as it is done
-                v = tree.step(v, rate, products.pop()(v))
+            while hvps:  # popping frees the graph of each product as soon as it is used
+                v = tree.step(v, rate, hvps.pop()(v))
             return v
 
-        return path[-1], pullback, after
+        return path[-1], pullback, updated
 
-    def _difference(self, slope: Callable[[Params], tuple[Params, Params]], at: Params, v: Params) -> Params:
-        """The Hessian-vector product at ``at`` by a central difference, under one and the same dropout."""
+    def _hvp_by_difference(self, gradient: Callable[[Params], tuple[Params, Params]], at: Params, v: Params) -> Params:
+        """The Hessian-vector product at ``at`` by a central difference, with the same dropout on both sides."""
         delta = self.adapt.delta
-        with self.learner.same_noise(v):
-            ahead, _ = slope(tree.step(at, -delta, v))
-        behind, _ = slope(tree.step(at, delta, v))
+        with self.learner.repeat_noise(v):
+            ahead, _ = gradient(tree.step(at, -delta, v))
+        behind, _ = gradient(tree.step(at, delta, v))
         product: Params = tree.map(lambda a, b: (a - b) / (2 * delta), ahead, behind)
         return product
 
     def outer(self, y: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Params]]:
-        # The buffers have moved in the pass at w; this one leaves them as they are.
-        value, pullback, _ = self.learner.pull_loss(y, buffers, batch)
+        # The pass at w has updated the buffers; this one does not.
+        value, pullback, _ = self.learner.loss_and_vjp(y, buffers, batch)
         return value, pullback
 
     def value(self, model: Model, data: Batch, outer_data: Batch) -> Tensor:

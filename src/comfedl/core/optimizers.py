@@ -1,7 +1,7 @@
-"""Optimisers: how a client moves along a gradient, and how the server moves along the aggregated update.
+"""Optimisers, for a client's gradients and for the server's aggregated updates.
 
-An optimiser is a frozen value with two pure functions. Its state (momentum and the like) is a tree that is handed in
-and returned, so that it can be part of the state of a client or of the server.
+An optimiser is a frozen dataclass with two pure functions. Its state (momentum and the like) is passed in and returned,
+so that it can be part of a client's or the server's state.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from comfedl.utils.tree import Tree
 
 
 class Optimizer(Protocol):
-    """What the local loop asks of an optimiser."""
+    """The interface that the local training loop uses."""
 
     def init(self, params: Params) -> Tree:
         """The state before the first step."""
 
     def step(self, params: Params, gradient: Params, state: Tree, lr: float, in_place: bool) -> tuple[Params, Tree]:
-        """The parameters and the state after one step; ``in_place`` says that the parameters may be overwritten."""
+        """The parameters and the state after one step; with ``in_place`` the parameters may be overwritten."""
 
 
 @dataclass(frozen=True)

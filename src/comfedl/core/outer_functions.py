@@ -1,10 +1,10 @@
-"""Outer functions g: how the losses of the clients are combined into one objective.
+"""Outer functions g: how the clients' losses are combined into one objective.
 
-There are two kinds. A *separable* outer acts on one client's value alone: the client multiplies each local
-gradient by the slope ``g'(f_i)``, as Algorithm 1 of the paper says. A *coupled* outer needs all clients' values:
-it is the maximum over weights r on the simplex, and the server weighs the clients' updates by that r. It is frozen
-for the round, taken at the model the clients received: weights that change at every local step against a fixed
-normaliser act as a brake.
+There are two kinds. A *separable* outer acts on one client's value alone: the client multiplies each local gradient by
+the slope ``g'(f_i)``, as in Algorithm 1 of the paper. A *coupled* outer needs all clients' values: it is a maximum over
+weights r on the simplex, and the server weights the clients' updates by the maximiser. These weights are computed at
+the model the clients received and stay fixed for the round: with a fixed normaliser, weights that shrink with the loss
+at every local step would slow training down.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from comfedl.utils.errors import ConfigError
 
 
 class Outer(ABC):
-    """An outer function; ``objective`` is the number to watch, from the values of all clients."""
+    """An outer function; ``objective`` is the value to monitor."""
 
     name: ClassVar[str] = "own"
     """Its name in a config."""
@@ -40,7 +40,7 @@ class Outer(ABC):
         """The objective's value, given each client's inner value."""
 
     def explain(self, loss: float, weight: float) -> str:
-        """What to say and advise when training leaves the finite numbers at this loss and weight."""
+        """Advice for a run that diverged (NaN or infinity) at this loss and weight."""
         return "Use a smaller lr, or fewer local_steps."
 
 
@@ -57,7 +57,7 @@ class Coupled(Outer):
 
     @abstractmethod
     def weights(self, values: Tensor) -> Tensor:
-        """The maximising weights r, one a client, that sum to 1."""
+        """The maximising weights r, one per client, with sum 1."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class Identity(Separable):
 class Exp(Separable):
     """g(y) = exp(y / gamma), eq. (6) to the letter, with the slope exp(y / gamma) / gamma.
 
-    Kept for fidelity. At gamma = 0.2 and the starting loss ln 10 of a ten-class problem the slope is 5e5, so the
-    literal method leaves the finite numbers in its first round at ordinary learning rates; the run then stops and
-    says so. ``KL`` has the same minimisers and is stable. The objective is reported as eq. (5),
-    gamma * log-mean-exp, which is finite and grows with eq. (6).
+    Kept for fidelity. At gamma = 0.2 and the initial loss ln 10 of a ten-class problem the slope is 5e5, so at ordinary
+    learning rates the literal method diverges in its first round, and the run stops with an error. ``KL`` has the same
+    minimisers and is stable. The objective is reported as eq. (5), gamma * log-mean-exp, which is finite and increases
+    with eq. (6).
     """
 
     name: ClassVar[str] = "exp"
@@ -106,17 +106,16 @@ class Exp(Separable):
 
 @dataclass(frozen=True)
 class KL(Coupled):
-    """gamma * log(mean_i exp(y_i / gamma)), eq. (5): the worst mixture of clients, held near uniform by KL.
+    """gamma * log(mean_i exp(y_i / gamma)), eq. (5): the worst mixture of clients under a KL penalty.
 
-    The weights are softmax(y / gamma). A small gamma follows the worst client, a large one is plain averaging.
-    ``cap`` bounds a client's weight at cap times uniform (the mean weight stays 1), so that a client that
-    reports a false loss cannot take over the model; cap = 1 is uniform.
+    The weights are softmax(y / gamma). A small gamma follows the worst client, a large one is plain averaging. ``cap``
+    limits a client's weight to cap times uniform, so that a client that reports a false loss cannot take over the
+    model; cap = 1 is uniform.
 
-    ``effective_clients`` = k, in place of gamma, takes in every round the gamma at which the weights amount to k equal
-    clients, ``1 / sum_i r_i^2 = k``: k = 1 follows the worst client alone, and k as large as the number of clients is
-    plain averaging. So losses that get small or near to each other do not change how much the weights differ. It counts
-    among the round's participants, and no client weighs more than ``1 / sqrt(k)``. Gamma moves with the losses, so
-    there is no fixed objective; the weighted mean loss is reported.
+    ``effective_clients`` = k replaces gamma: every round uses the gamma at which the participants' weights are worth k
+    equal clients, ``1 / sum_i r_i^2 = k``. k = 1 follows the worst client alone, k = the number of participants is
+    plain averaging. The spread of the weights then does not shrink with the losses, and no client weighs more than
+    ``1 / sqrt(k)``. As gamma changes with the losses there is no fixed objective; the weighted mean loss is reported.
     """
 
     name: ClassVar[str] = "kl"
@@ -128,7 +127,7 @@ class KL(Coupled):
     def __post_init__(self) -> None:
         if (self.gamma is None) == (self.effective_clients is None):
             given = "neither is" if self.gamma is None else "both are"
-            raise ConfigError(f"KL needs gamma or effective_clients, and {given} given; give one of them.")
+            raise ConfigError(f"KL needs either gamma or effective_clients, but {given} given; give one of them.")
         if self.gamma is not None:
             checks.positive("gamma", self.gamma, "small follows the worst client, large is plain averaging")
         if self.effective_clients is not None:
@@ -137,8 +136,8 @@ class KL(Coupled):
             checks.not_below("cap", self.cap, 1)
             if self.effective_clients is not None:
                 raise ConfigError(
-                    f"effective_clients is given with cap = {self.cap:g}; it bounds a client's weight itself, at "
-                    f"1 / sqrt({self.effective_clients:g}): leave cap out, or give gamma."
+                    f"effective_clients cannot be combined with cap = {self.cap:g}: it already limits a client's "
+                    f"weight to 1 / sqrt({self.effective_clients:g}); leave cap out, or give gamma."
                 )
 
     def weights(self, values: Tensor) -> Tensor:
@@ -160,14 +159,14 @@ class KL(Coupled):
 
 @dataclass(frozen=True)
 class Tilt(Coupled):
-    """(1 / t) log(mean_i exp(t y_i)), TERM's tilted mean: t > 0 is KL(1 / t), t < 0 plays down outlying clients."""
+    """(1 / t) log(mean_i exp(t y_i)), TERM's tilted mean: t > 0 is KL(1 / t), t < 0 downweights outliers."""
 
     name: ClassVar[str] = "tilt"
 
     t: float
 
     def __post_init__(self) -> None:
-        checks.not_zero("t", self.t, "above favours the worst client, below plays it down")
+        checks.not_zero("t", self.t, "above 0 favours the worst client, below 0 downweights it")
 
     def weights(self, values: Tensor) -> Tensor:
         return softmax_weights(values, 1 / self.t)
@@ -178,7 +177,7 @@ class Tilt(Coupled):
 
 @dataclass(frozen=True)
 class CVaR(Coupled):
-    """The mean over the worst share 1 - level of the clients: level 0 is the mean, level 0.9 the worst tenth."""
+    """The mean over the worst fraction 1 - level of the clients: level 0 is the mean, level 0.9 the worst tenth."""
 
     name: ClassVar[str] = "cvar"
 
@@ -231,13 +230,13 @@ class Power(Separable):
 
     def explain(self, loss: float, weight: float) -> str:
         if loss < 0:
-            return f"Power(q={self.q:g}) needs a loss that is never negative, and this one is {loss:.3g}."
+            return f"Power(q={self.q:g}) needs a loss that is never negative, but this one is {loss:.3g}."
         return f"Power multiplies each gradient by loss^q; use a smaller q than {self.q:g}, or a smaller lr."
 
 
 @dataclass(frozen=True)
 class Custom(Separable):
-    """The reader's own outer function of one client's value, given by its value and its slope, both elementwise."""
+    """A user-defined outer function of one client's value: the function and its derivative, both elementwise."""
 
     value: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor], Tensor]
@@ -250,4 +249,4 @@ class Custom(Separable):
 
 
 OUTERS: dict[str, type[Outer]] = {outer.name: outer for outer in (Identity, Exp, KL, Tilt, CVaR, ChiSquare, Power)}
-"""The outer functions by the names that a config uses."""
+"""The outer functions, by their names in a config."""

@@ -1,8 +1,8 @@
 """The contract between an algorithm and an engine: named client steps, and the replies they send.
 
 A client step is a pure function (learner, message, client state, batches) -> (reply, client state), the same on every
-engine. It declares the data it draws, so that an engine may prepare the batches of many clients at once. Only the
-message and the reply travel, so the traffic of a method is counted from them.
+engine. It declares the data it draws, so that an engine can prepare batches for many clients at once. Only messages and
+replies travel, so a method's traffic is measured from them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Draw:
-    """Data that a step wants: ``count`` batches of ``size`` samples of a split; None is all the client has.
+    """The data a step needs: ``count`` batches of ``size`` samples of a split; a size of None is all samples.
 
-    A client with fewer samples than ``size`` draws with replacement, or with ``bounded`` gives all it has once. Steps
-    that name the same ``purpose`` draw the same samples in a round; by default it is the step's and draw's own.
-    ``instead`` is the split that serves for "outer" where there are no outer data.
+    A client with fewer than ``size`` samples draws with replacement, or with ``bounded`` uses each of them once. Steps
+    with the same ``purpose`` draw the same samples in a round; by default it is "step/draw". ``fallback`` is the split
+    that replaces missing "outer" data.
     """
 
     split: str = "train"
@@ -40,38 +40,37 @@ class Draw:
     count: int = 1
     bounded: bool = False
     purpose: str | None = None
-    instead: str = "train"
+    fallback: str = "train"
 
 
 class Data(StrEnum):
-    """The names of the draws that all methods have. Random draws are keyed by them: a name must never change."""
+    """The draws common to all methods. Their values key the random generators, so they must never change."""
 
     INNER = "inner"
     OUTER = "outer"
     HESSIAN = "hessian"
     PERSONAL = "personal"
     VALUE_TRAIN = "value train"
-    """What the objective's inner value is measured on."""
+    """For the inner value of the objective."""
     VALUE_OUTER = "value outer"
-    """What its outer value is measured on."""
+    """For its outer value."""
     TRAIN = "train"
     VALIDATION = "validation"
     TEST = "test"
     OUTER_OF_VALIDATION = "outer of validation"
-    """The outer data, or the validation data where there are none."""
+    """The outer data, or the validation data if there are none."""
     OUTER_OF_TEST = "outer of test"
 
 
-# The batches of each draw by its name; a split that a client lacks gives an empty sequence.
+# Batches by the name of the draw; empty if the client lacks the split.
 Batches = Mapping[str, Sequence[Batch]]
 
 
 class Outcome(NamedTuple):
     """The result of a client step: the reply travels, everything else stays with the client.
 
-    A state of None leaves it unchanged. ``watched`` holds one number per local step (``loss`` and ``weight``); if one is
-    not finite, training has diverged. ``scratch`` is what the client's next step in the same round gets in place of its
-    state.
+    A state of None means unchanged. ``watched`` holds one number per local step (``loss`` and ``weight``); one that is
+    not finite means that training diverged. ``scratch`` replaces the state in the client's next step of this round.
     """
 
     reply: dict[str, Tree]
@@ -85,9 +84,9 @@ MODEL, NUMBER, NUMBERS = "model", "number", "numbers"
 
 @dataclass(frozen=True)
 class Step:
-    """A client step and the data it draws. Steps of the same ``noise`` see the same dropout in a round.
+    """A client step and the data it draws. Steps with the same ``noise`` see the same dropout in a round.
 
-    ``sends`` says what a reply must consist of, ``MODEL``, ``NUMBER`` or a dict of ``NUMBERS``, by the part's name.
+    ``sends`` maps each part of the reply to its type: ``MODEL``, ``NUMBER`` or a dict of ``NUMBERS``.
     """
 
     run: Callable[[Learner, dict[str, Tree], Tree, Batches], Outcome]
@@ -97,7 +96,7 @@ class Step:
 
     @property
     def elementwise(self) -> bool:
-        """Whether its method says that an engine may run it for many clients at once (``Algorithm.elementwise``)."""
+        """Whether an engine may run it for many clients at once, as declared by ``Algorithm.elementwise``."""
         return bool(getattr(getattr(self.run, "__self__", None), "elementwise", False))
 
 
@@ -119,7 +118,7 @@ def check_finite(round: int, client: str, outcome: Outcome) -> None:
 
 
 class Scores(NamedTuple):
-    """Numbers by name, of replies (by their place) that name the same ones: one row a reply."""
+    """A table of scores: one row per reply at ``places``, one column per name. All its replies have these names."""
 
     names: tuple[str, ...]
     places: NDArray[np.int64]
@@ -127,28 +126,28 @@ class Scores(NamedTuple):
 
 
 class Replies(ABC):
-    """The replies of the clients that were asked, in the order of ``clients`` (positions in the client list)."""
+    """The replies to one step, in the order of ``clients`` (positions in the client list)."""
 
     clients: Sequence[int]
 
     @abstractmethod
     def numbers(self, name: str) -> Tensor:
-        """One number a client, as a float64 vector."""
+        """One number per client, as a float64 vector."""
 
     @abstractmethod
     def weighted_sum(self, name: str, weights: Tensor) -> Tree:
-        """The sum over clients of ``weights[i]`` times that part of the reply; integers take their maximum."""
+        """The sum over clients of ``weights[i]`` times this part of the reply; integers take their maximum."""
 
     @abstractmethod
     def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
-        """``||x_i - origin||^2`` of the part of every reply at this path, as a float64 vector."""
+        """``||x_i - origin||^2`` for the part at this path of every reply, as a float64 vector."""
 
     @abstractmethod
     def each(self, name: str) -> Iterator[Tree]:
-        """That part of every reply, one by one."""
+        """This part of every reply, one by one."""
 
     def scores(self, name: str) -> list[Scores]:
-        """That part of every reply where it is a dict of numbers; replies that name the same ones are together."""
+        """This part of every reply, a dict of numbers, as one table per set of names."""
         groups: dict[tuple[str, ...], tuple[list[int], list[list[float]]]] = {}
         for place, reply in enumerate(self.each(name)):
             places, values = groups.setdefault(tuple(reply), ([], []))
@@ -157,67 +156,65 @@ class Replies(ABC):
         return [Scores(names, np.array(places), np.array(values)) for names, (places, values) in groups.items()]
 
     @abstractmethod
-    def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
-        """The clients whose reply this function finds fault with, and what it says."""
+    def find_faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
+        """The reason for every client whose reply ``fault`` objects to."""
 
     @abstractmethod
     def without(self, clients: Collection[int]) -> Replies:
-        """The same replies but for those of these clients."""
+        """The replies without those of these clients."""
 
     @abstractmethod
     def nbytes(self) -> int:
-        """How many bytes the replies hold in all."""
+        """The total size of the replies in bytes."""
 
 
 class Engine(ABC):
-    """Where the clients are: runs a named step on a set of them and returns their replies.
+    """Holds the clients, runs a named step on some of them and returns their replies.
 
-    Replies may be fewer than were asked: whoever does not answer in time is left out, and the screen decides whether
-    those that came are enough. A client whose training diverges raises ``Diverged``, the first in the order of the
-    clients where there are several, and an engine with many processes raises it in all of them.
+    Clients that do not answer in time are left out; the ``ReplyValidator`` checks that enough did. If training diverges
+    at a client, ``Diverged`` is raised for the first such client in order, and in every process of the engine.
     """
 
     names: Sequence[str]
     sizes: NDArray[np.int64]
-    leads: bool = True
-    """Whether this process is the one that writes: all others run the same loop and write nothing."""
-    lags: bool = False
-    """Whether the answers to ``later`` come with those of the next step, so that a round is one message and not two."""
+    is_leader: bool = True
+    """Whether this process writes the results; the others run the same loop and write nothing."""
+    defers_replies: bool = False
+    """Whether replies to ``run_deferred`` arrive with those of the next step, to save one message per round."""
 
     @abstractmethod
     def run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
-        """Ask these clients (positions in ``names``) to do a step with this message.
+        """Run a step with this message at these clients (positions in ``names``).
 
-        A client that is named twice does the step once, and its reply counts twice.
+        A client listed twice runs the step once, and its reply counts twice.
         """
 
-    def later(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Callable[[], Replies]:
-        """Ask as ``run`` does, for replies that are wanted later; the step must not change what clients keep."""
+    def run_deferred(
+        self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int
+    ) -> Callable[[], Replies]:
+        """Like ``run``, but the replies are fetched later; the step must not change the clients' states."""
         replies = self.run(step, clients, message, round)
         return lambda: replies
 
     @abstractmethod
     def states(self) -> dict[int, Tree]:
-        """What each client keeps after the last round that was settled, for those that have changed it.
-
-        A round that is under way, or has failed, does not show in it.
-        """
+        """The clients' states after the last committed round; clients that never changed theirs are left out."""
 
     @abstractmethod
-    def settle(self) -> None:
-        """The round has ended well: what clients keep now is what ``states`` gives from here on."""
+    def commit_round(self) -> None:
+        """The round succeeded: ``states`` now returns the clients' current states."""
 
-    def kept(self) -> Callable[[], dict[int, Tree]]:
-        """A function that gives the ``states`` of now; of an engine that lags, after the next round as well."""
+    def capture_states(self) -> Callable[[], dict[int, Tree]]:
+        """A function that returns the current ``states``; with ``defers_replies`` also after the next round."""
         return self.states
 
     @abstractmethod
     def restore(self, states: Mapping[int, Tree]) -> None:
-        """Put back what ``states`` gave."""
+        """Restore what ``states`` returned."""
 
-    def share(self, make: Callable[[], T]) -> T:
-        """What the process that writes makes of this, in all of them."""
+    def broadcast(self, make: Callable[[], T]) -> T:
+        """Call ``make`` in the leader only, and return its value in all processes."""
         return make()
 
-    def end(self, error: BaseException | None) -> None:  # noqa: B027 - one process has nobody to tell
-        """The run has ended, well or with this error: the other processes hear of it."""
+    def finish(self, error: BaseException | None) -> None:  # noqa: B027 - a single process has nothing to do
+        """Tell the other processes that the run has ended, successfully or with this error."""

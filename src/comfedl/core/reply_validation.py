@@ -1,4 +1,4 @@
-"""Replies are looked at before they are used: a bad one is refused, and the round goes on with the others."""
+"""Validates replies before they are used: bad ones are refused, and the round continues with the others."""
 
 from __future__ import annotations
 
@@ -14,61 +14,59 @@ from comfedl.utils import tree
 from comfedl.utils.errors import BadReply, QuorumError
 from comfedl.utils.tree import Tree
 
-QUARANTINE = 3  # a client whose replies were refused this often is not asked again
+QUARANTINE = 3  # refused replies after which a client is not asked again
 
 
-class Screen:
-    """What a reply may be: models like the server's own, and single finite numbers."""
+class ReplyValidator:
+    """Accepts models shaped like the server's, and finite scalars."""
 
     def __init__(self, model: Model, names: Sequence[str], quorum: float = 0.5) -> None:
-        self._like = _signature(model)
+        self._expected = _signature(model)
         self._names, self._quorum = names, quorum
         self.offences: dict[int, int] = {}
 
-    def barred(self, client: int) -> bool:
-        """Whether a client is in quarantine."""
+    def is_excluded(self, client: int) -> bool:
+        """Whether too many of a client's replies were refused."""
         return self.offences.get(client, 0) >= QUARANTINE
 
-    def passed(self, round: int, asked: Sequence[int], replies: Replies, sends: Mapping[str, str]) -> Replies:
-        """The replies that can be used, of those who were asked; ``sends`` says what each must consist of.
+    def validate(self, round: int, asked: Sequence[int], replies: Replies, sends: Mapping[str, str]) -> Replies:
+        """The usable replies; ``sends`` maps each part of a reply to its type.
 
         Raises:
-            QuorumError: they are fewer than the quorum.
+            QuorumError: if they are fewer than the quorum of the clients asked.
         """
-        faults = replies.faults(partial(self.fault, sends=sends))
+        faults = replies.find_faults(partial(self.find_fault, sends=sends))
         for client, reason in faults.items():
             self.offences[client] = self.offences.get(client, 0) + 1
-            barred = f"; it is not asked again after {QUARANTINE} such replies" if self.barred(client) else ""
+            excluded = f"; it is not asked again after {QUARANTINE} refused replies" if self.is_excluded(client) else ""
             name = self._names[client]
-            warnings.warn(f"Round {round}: the reply of client {name!r} is refused: {reason}{barred}.", BadReply, 2)
-        good = len(replies.clients) - sum(client in faults for client in replies.clients)
-        first = next(iter(faults.items()), None)
-        self.enough(
-            round, good, len(asked), "" if first is None else f" (client {self._names[first[0]]!r}: {first[1]})"
-        )
+            warnings.warn(f"Round {round}: the reply of client {name!r} is refused: {reason}{excluded}.", BadReply, 2)
+        usable = len(replies.clients) - sum(client in faults for client in replies.clients)
+        example = "".join(f" (client {self._names[client]!r}: {reason})" for client, reason in [*faults.items()][:1])
+        self.check_quorum(round, usable, len(asked), example)
         return replies.without(faults) if faults else replies
 
-    def enough(self, round: int, good: int, wanted: int, example: str = "") -> None:
-        """Stop the run where too few clients are left."""
-        if good < max(1, self._quorum * wanted):
+    def check_quorum(self, round: int, usable: int, wanted: int, example: str = "") -> None:
+        """Stop the run if too few clients are usable."""
+        if usable < max(1, self._quorum * wanted):
             raise QuorumError(
-                f"Round {round}: only {good} of {wanted} clients can be used{example}, and the quorum is "
-                f"{self._quorum:g} of them; see to these clients and resume, or lower quorum."
+                f"Round {round}: only {usable} of {wanted} clients can be used{example}, but the quorum is "
+                f"{self._quorum:g} of them; fix these clients and resume, or lower quorum."
             )
 
-    def fault(self, reply: dict[str, Tree], sends: Mapping[str, str]) -> str | None:
+    def find_fault(self, reply: dict[str, Tree], sends: Mapping[str, str]) -> str | None:
         """What is wrong with a reply, if anything."""
         if sends and reply.keys() != sends.keys():
             return f"it consists of {', '.join(sorted(reply)) or 'nothing'} and not of {', '.join(sorted(sends))}"
         for part, value in reply.items():
             if sends.get(part, MODEL if isinstance(value, dict) else NUMBER) == MODEL:
                 found = _signature(value) if isinstance(value, dict) else {}
-                if found.keys() != self._like.keys():
-                    odd = sorted(found.keys() ^ self._like.keys())[0]
+                if found.keys() != self._expected.keys():
+                    odd = sorted(found.keys() ^ self._expected.keys())[0]
                     return f"its {part} has other tensors than the model ({odd})"
-                for name, like in self._like.items():
-                    if found[name] != like:
-                        return f"{name} of its {part} is {_written(found[name])} and not {_written(like)}"
+                for name, expected in self._expected.items():
+                    if found[name] != expected:
+                        return f"{name} of its {part} is {_format(found[name])} and not {_format(expected)}"
             elif (sends.get(part) == NUMBERS) != isinstance(value, dict) or any(
                 leaf.ndim for leaf in tree.leaves(value)
             ):
@@ -78,12 +76,12 @@ class Screen:
         return None
 
 
-Kind = tuple[torch.Size, torch.dtype]
+ShapeAndType = tuple[torch.Size, torch.dtype]
 
 
-def _signature(model: Tree) -> dict[str, Kind]:
+def _signature(model: Tree) -> dict[str, ShapeAndType]:
     return {name: (leaf.shape, leaf.dtype) for name, leaf in tree.named_leaves(model)}
 
 
-def _written(kind: Kind) -> str:
-    return f"{tuple(kind[0])} {kind[1]}"
+def _format(tensor: ShapeAndType) -> str:
+    return f"{tuple(tensor[0])} {tensor[1]}"

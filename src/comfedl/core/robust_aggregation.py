@@ -1,6 +1,6 @@
-"""Robust means of models: what a few bad clients cannot move far. All are weighted.
+"""Robust weighted means of models, which a few bad clients cannot move far.
 
-Each takes the clients' parameters stacked, ``[clients, ...]`` a leaf, and weights that add up to 1.
+They take the clients' parameters stacked, ``[clients, ...]`` per leaf, and weights with sum 1.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ RULES = ("mean", "median", "trimmed-mean", "geometric-median")
 
 
 def _ordered(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The values of each coordinate in order, with their weights and the running sum of those."""
+    """Each coordinate's values in ascending order, with their weights and cumulative weights."""
     ordered, order = values.sort(dim=0)
     shares = weights.to(values)[order]
     return ordered, shares, shares.cumsum(dim=0)
 
 
 def median(values: Tensor, weights: Tensor) -> Tensor:
-    """The coordinate-wise median; half-way between two values where exactly half the weight is on either side."""
+    """The coordinate-wise weighted median; the midpoint of two values if each side has exactly half the weight."""
     ordered, _, running = _ordered(values, weights)
     slack = 8 * torch.finfo(values.dtype).eps
     low = (running < 0.5 - slack).sum(dim=0, keepdim=True)
@@ -31,14 +31,14 @@ def median(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def trimmed_mean(values: Tensor, weights: Tensor, trim: float) -> Tensor:
-    """The coordinate-wise mean without the share ``trim`` of the weight at either end."""
+    """The coordinate-wise mean without the fraction ``trim`` of the weight at either end."""
     ordered, shares, running = _ordered(values, weights)
     inside = (running.clamp(max=1 - trim) - (running - shares).clamp(min=trim)).clamp(min=0)
     return (inside * ordered).sum(dim=0) / inside.sum(dim=0)
 
 
 def geometric_median(stacked: Tree, weights: Tensor, turns: int = 200) -> Tree:
-    """The point with the least weighted sum of distances to the clients' models: Weiszfeld's iteration, smoothed."""
+    """The minimiser of the weighted sum of distances to the clients' models, by the smoothed Weiszfeld algorithm."""
     count = len(weights)
     flat = torch.cat([leaf.reshape(count, -1) for leaf in tree.leaves(stacked)], dim=1).double()
     weights = weights.to(flat)
@@ -56,7 +56,7 @@ def geometric_median(stacked: Tree, weights: Tensor, turns: int = 200) -> Tree:
 
 
 def robust_mean(rule: str, stacked: Tree, weights: Tensor, trim: float) -> Tree:
-    """The mean of the clients' parameters by a rule's name."""
+    """Aggregate the clients' parameters by the rule of this name."""
     if rule == "geometric-median":
         return geometric_median(stacked, weights)
     if rule == "median":

@@ -1,7 +1,6 @@
-"""Weights on the probability simplex; exponentials are always computed in the log domain.
+"""Weights on the probability simplex; exponentials are computed in the log domain, so that they cannot overflow.
 
-The common shift inside an exponent is shared by all clients; a shift of each client's own would delete the
-re-weighting.
+All clients share one shift inside the exponent; a shift per client would cancel the re-weighting.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-6  # losses are computed in float32
-MANY = 16_384  # for more values than this, sorting them all takes too long
+ROUNDING = 1e-6  # relative rounding error of losses, which are computed in float32
+MANY = 16_384  # with more values than this, sorting is too slow
 
 
 def log_mean_exp(values: Tensor, gamma: float) -> Tensor:
@@ -22,7 +21,7 @@ def log_mean_exp(values: Tensor, gamma: float) -> Tensor:
     10000.0
     """
     peak = values.max() if gamma > 0 else values.min()
-    # log1p and expm1 keep the digits of a large gamma, where the mean of the exponentials is all but 1.
+    # log1p and expm1 keep precision at a large gamma, where the mean of the exponentials is close to 1.
     return peak + gamma * torch.log1p(torch.expm1((values - peak) / gamma).mean())
 
 
@@ -37,7 +36,7 @@ def softmax_weights(values: Tensor, gamma: float) -> Tensor:
 
 
 def effective_weights(values: Tensor, clients: float) -> Tensor:
-    """The softmax weights at the gamma for which ``1 / sum_i r_i^2`` is so many clients; see ``effective_gamma``.
+    """The softmax weights with ``1 / sum_i r_i^2 = clients``; see ``effective_gamma``.
 
     >>> effective_weights(torch.tensor([1.0, 2.0], dtype=torch.float64), clients=1).tolist()
     [0.0, 1.0]
@@ -50,13 +49,13 @@ def effective_weights(values: Tensor, clients: float) -> Tensor:
 
 
 def effective_gamma(values: Tensor, clients: float) -> float:
-    """The gamma at which the softmax weights amount to so many equal clients, ``1 / sum_i r_i^2``.
+    """The gamma at which the number of effective clients, ``1 / sum_i r_i^2`` of the softmax weights, is ``clients``.
 
-    With b = 1 / gamma, ``log sum_i r_i^2`` has the slope ``2 (E_{2b}[values] - E_b[values]) >= 0`` in b, where E_b is
-    the mean under the softmax at b: the number falls from n at b = 0 to that of the clients that share the largest
-    value, so bisection finds it. What cannot be had is the nearest that can: infinity (plain averaging) for n or more,
-    and 0 for as many as share the largest value, or fewer. Values that differ by rounding alone are equal: else the
-    rounding of the first losses, which often are all the same, would choose the clients.
+    With b = 1 / gamma, ``log sum_i r_i^2`` has the derivative ``2 (E_{2b}[values] - E_b[values]) >= 0`` in b, where E_b
+    is the mean under the softmax at b. So the number decreases from n at b = 0 to the number of clients tied at the
+    largest value, and bisection finds it. Out of that range, gamma is infinity (plain averaging) or 0. Values that
+    differ only by rounding count as equal: otherwise rounding would pick the clients at the start of training, when
+    their losses are often all the same.
     """
     below = values.double() - values.double().max()
     spread = -float(below.min())
@@ -65,7 +64,7 @@ def effective_gamma(values: Tensor, clients: float) -> float:
     if clients <= int((below == 0).sum()):
         return 0.0
     scaled = below / spread
-    low, high = -30.0, 45.0  # the logarithm of b in units of the spread: uniform, and beyond what floats can tell apart
+    low, high = -30.0, 45.0  # log(b * spread), from uniform weights to one-hot weights in float64
     for _ in range(200):
         middle = (low + high) / 2
         odds = torch.exp(math.exp(middle) * scaled)
@@ -80,8 +79,8 @@ def capped_weights(values: Tensor, gamma: float, cap: float) -> Tensor:
     """The softmax weights with no client above ``cap`` times uniform: KL-regularised CVaR.
 
     The maximiser of ``sum r_i values_i - gamma * KL(r || uniform)`` over the simplex with ``r_i <= cap / n`` is
-    ``r_i = min(exp((values_i - eta) / gamma), cap) / n`` with ``eta`` such that the weights sum to 1. Whoever is above
-    the cap is put at it and the rest shares what is left by softmax, until nobody is: that only raises the others.
+    ``r_i = min(exp((values_i - eta) / gamma), cap) / n``, with ``eta`` such that they sum to 1. Weights above the
+    cap are set to it and the others share the rest by softmax, until none is above; each pass only raises the others.
     """
     n = len(values)
     weights = softmax_weights(values, gamma)
@@ -96,15 +95,15 @@ def capped_weights(values: Tensor, gamma: float, cap: float) -> Tensor:
 
 
 def project(values: Tensor, counts: Tensor | None = None) -> Tensor:
-    """The Euclidean projection on the probability simplex, where each value may stand for several that are equal.
+    """The Euclidean projection onto the probability simplex; value i counts ``counts[i]`` times.
 
-    With the values sorted down, u_1 >= ... >= u_n, the support is the largest k with ``u_k`` above the threshold
-    ``(sum_{j<=k} u_j - 1) / k``, which is subtracted from all.
+    With values sorted in descending order, u_1 >= ... >= u_n, the support size is the largest k with ``u_k`` above the
+    threshold ``(sum_{j<=k} u_j - 1) / k``, which is subtracted from all.
 
     >>> project(torch.tensor([0.5, 1.5], dtype=torch.float64)).tolist()
     [0.0, 1.0]
     """
-    shifted = values - values.max()  # the projection does not change, and large values keep their digits
+    shifted = values - values.max()  # leaves the projection unchanged, and keeps the precision of large values
     if counts is not None or len(values) > MANY:
         counts = torch.ones_like(values) if counts is None else counts
         return shifted.sub_(_threshold(shifted, counts)).clamp_(min=0)
@@ -116,8 +115,8 @@ def project(values: Tensor, counts: Tensor | None = None) -> Tensor:
 
 
 def _threshold(shifted: Tensor, counts: Tensor) -> Tensor:
-    """The same threshold without sorting, by Michelot's algorithm: those that are not above it are left out in turn."""
-    above = shifted > -1  # others have no weight: the largest value is 0, and the weights add up to 1
+    """The same threshold without sorting, by Michelot's algorithm: drop values below it until none is left below."""
+    above = shifted > -1  # the others get no weight: the largest value is 0, and the weights sum to 1
     while True:
         if not bool(above.all()):
             shifted, counts = shifted[above], counts[above]
@@ -128,9 +127,9 @@ def _threshold(shifted: Tensor, counts: Tensor) -> Tensor:
 
 
 def top_weights(values: Tensor, level: float) -> Tensor:
-    """The maximiser of ``sum r_i values_i`` with ``r_i <= 1 / (n (1 - level))``: the worst share of the clients.
+    """The maximiser of ``sum r_i values_i`` with ``r_i <= 1 / (n (1 - level))``: CVaR's weights.
 
-    Clients whose values are equal share what is left equally, so that no order of clients decides.
+    Clients tied at the quantile share its weight equally, so that the order of clients does not matter.
 
     >>> top_weights(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64), level=0.5).tolist()
     [0.0, 0.0, 0.5, 0.5]
@@ -149,17 +148,17 @@ def top_weights(values: Tensor, level: float) -> Tensor:
 def chi_square_weights(values: Tensor, rho: float) -> Tensor:
     """The maximiser of ``sum r_i values_i`` over the simplex with ``(1 / 2n) sum (n r_i - 1)^2 <= rho``.
 
-    On the k largest values it is ``1 / k + c (values_i - their mean)`` with c from the radius; the right k is the
-    largest at which no weight is negative. Where the ball holds a corner of the simplex, the largest values share all.
+    On the k largest values it is ``1 / k + c (values_i - their mean)``, with c from the radius, for the largest k at
+    which no weight is negative. If the ball contains a vertex of the simplex, the largest values share all the weight.
     """
     n = len(values)
-    # From the largest value down and in units of the range: losses that are all but equal keep their digits.
+    # Relative to the largest value and the range, so that nearly equal losses keep their precision.
     below = values - values.max()
     ordered, order = (below / below.abs().max().clamp(min=torch.finfo(values.dtype).tiny)).sort(descending=True)
     counts = torch.arange(1, n + 1, device=values.device, dtype=values.dtype)
     means = ordered.cumsum(dim=0) / counts
     spread = ((ordered**2).cumsum(dim=0) - counts * means**2).clamp(min=0)
-    room = (1 + 2 * rho) / n - 1 / counts  # what the squares of the weights may add up to beyond uniform on k
+    room = (1 + 2 * rho) / n - 1 / counts  # what sum r_i^2 may have beyond uniform weights on k values
     top = int((ordered == ordered[0]).sum())
     slope = torch.sqrt(room.clamp(min=0) / spread.clamp(min=torch.finfo(values.dtype).tiny))
     fits = (room >= 0) & (1 / counts + slope * (ordered - means) >= 0)

@@ -1,4 +1,4 @@
-"""Data: federated data sets, partitioners and the sources of real data."""
+"""Federated data: containers, partitions, importers and downloads."""
 
 from comfedl.data import partition
 from comfedl.data.federated import FederatedData

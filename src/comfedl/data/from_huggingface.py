@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face's library ``datasets``, and federated ones of flwr-datasets. Neither is imported here."""
+"""FederatedData from Hugging Face ``datasets`` and from flwr-datasets, without importing either."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comfedl.data.client_names import Numbered
+from comfedl.data.client_names import NumberedNames
 from comfedl.data.federated import FederatedData
-from comfedl.data.from_tables import SPLITS, Shares, by_split, divided, federated, from_table, grouped
-from comfedl.data.tabular import Encoding, Table, ordered
+from comfedl.data.from_tables import SPLITS, Shares, by_split, from_batches, from_table, rows_by_name, split_clients
+from comfedl.data.tabular import Encoding, Table, sort_labels
 from comfedl.utils.errors import ConfigError, DataError
 
-CLIENT, SPLIT = " client", " split"  # columns of our own, beside those of the data
+CLIENT, SPLIT = " client", " split"  # added columns; the space avoids a clash with those of the data
 
 
 class Part(NamedTuple):
-    """A dataset: of one client, or of those that a column names; of one split, or to be split."""
+    """A dataset of one client, or of several if ``client`` is None; of one split, or still to be split."""
 
     client: str | None
     split: str | None
@@ -33,7 +33,7 @@ def from_huggingface(
     """See ``FederatedData.from_huggingface``."""
     parts = _parts(data, client)
     if not parts:
-        raise DataError("There is no dataset; give one with a column of clients, or a dict (client's name: Dataset).")
+        raise DataError("There is no dataset; give one with a column of clients, or a dict of Datasets by client name.")
     features = list(parts[0].dataset.column_names)
     for part in parts:
         for name in (y, *([] if client is None else [client]), *([x] if isinstance(x, str) else x or ())):
@@ -43,13 +43,13 @@ def from_huggingface(
     names = [name for part in parts for name in _names(part, client)]
     splits = None if parts[0].split is None else [str(part.split) for part in parts for _ in range(len(part.dataset))]
     labels = _labels(parts, y)
-    if all(isinstance(value, str | bool | int | float | None) for value in _first(parts, chosen)):
+    if all(isinstance(value, str | bool | int | float | None) for value in _first_sample(parts, chosen)):
         table = Table(
             {
-                **{name: _objects(_column(parts, name)) for name in chosen},
-                y: _objects(labels),
-                CLIENT: _objects(names),
-                **({} if splits is None else {SPLIT: _objects(splits)}),
+                **{name: _object_array(_column(parts, name)) for name in chosen},
+                y: _object_array(labels),
+                CLIENT: _object_array(names),
+                **({} if splits is None else {SPLIT: _object_array(splits)}),
             },
             "the dataset",
         )
@@ -58,21 +58,21 @@ def from_huggingface(
         fed.encoding = replace(fed.encoding, client=client)
         return fed
     if len(chosen) > 1:
-        raise DataError(f"The columns {', '.join(chosen)} are not all single values; name the one to learn from by x.")
+        raise DataError(f"The columns {', '.join(chosen)} are not all scalars; choose one of them with x.")
     for option in options:
         raise ConfigError(f"{option} is for tables, but the column {chosen[0]!r} holds arrays; leave it out.")
-    return _arrays(_column(parts, chosen[0]), labels, names, splits, shares)
+    return _from_arrays(_column(parts, chosen[0]), labels, names, splits, shares)
 
 
 def _parts(data: Any, client: str | None) -> list[Part]:
     if hasattr(data, "load_partition"):  # flwr_datasets.FederatedDataset
         found: list[Part] = []
         for split, partitioner in data.partitioners.items():
-            first = data.load_partition(0, split)  # only then does the partitioner have its dataset
-            names = Numbered(int(partitioner.num_partitions))
-            told = None if len(data.partitioners) == 1 else split
+            first = data.load_partition(0, split)  # only now does the partitioner have its dataset
+            names = NumberedNames(int(partitioner.num_partitions))
+            name = None if len(data.partitioners) == 1 else split
             found += [
-                Part(names[i], told, first if i == 0 else data.load_partition(i, split)) for i in range(len(names))
+                Part(names[i], name, first if i == 0 else data.load_partition(i, split)) for i in range(len(names))
             ]
         return found
     if isinstance(data, Mapping):
@@ -80,7 +80,7 @@ def _parts(data: Any, client: str | None) -> list[Part]:
             return [Part(None, split, part) for split, part in data.items()]
         return [Part(str(name), None, part) for name, part in data.items()]
     if client is None:
-        raise DataError('Say which column names the client, as client="hospital", or give a dict of datasets.')
+        raise DataError('client is missing; name a column, such as client="hospital", or give a dict of datasets.')
     return [Part(None, None, data)]
 
 
@@ -94,47 +94,48 @@ def _column(parts: Sequence[Part], name: str) -> list[Any]:
     return [value for part in parts for value in part.dataset[name]]
 
 
-def _first(parts: Sequence[Part], names: Sequence[str]) -> list[Any]:
+def _first_sample(parts: Sequence[Part], names: Sequence[str]) -> list[Any]:
     sample = parts[0].dataset[0]
     return [sample[name] for name in names]
 
 
-def _objects(values: Sequence[Any]) -> np.ndarray:
+def _object_array(values: Sequence[Any]) -> np.ndarray:
     column = np.empty(len(values), dtype=object)
     column[:] = values
     return column
 
 
 def _labels(parts: Sequence[Part], y: str) -> list[Any]:
-    """The values of y; those of a ClassLabel by their names."""
+    """The values of y; those of a ClassLabel as names."""
     names = getattr(parts[0].dataset.features.get(y), "names", None)
     return _column(parts, y) if names is None else [names[value] for value in _column(parts, y)]
 
 
-def _arrays(
+def _from_arrays(
     xs: Sequence[Any], labels: Sequence[Any], names: Sequence[str], splits: Sequence[str] | None, shares: Shares
 ) -> FederatedData:
-    x = _stacked(xs)
+    x = _stack(xs)
     classes: tuple[str, ...] = ()
     if all(isinstance(label, float) for label in labels):
         y = torch.tensor(labels, dtype=torch.float32)
     else:
-        classes = ordered([str(label) for label in labels])
-        place = {label: k for k, label in enumerate(classes)}
-        y = torch.tensor([place[str(label)] for label in labels])
+        classes = sort_labels([str(label) for label in labels])
+        index = {label: k for k, label in enumerate(classes)}
+        y = torch.tensor([index[str(label)] for label in labels])
     encoding = Encoding(classes=classes, shape=tuple(x.shape[1:]))
-    owner = np.array(names, dtype=object)
+    clients = np.array(names, dtype=object)
     if splits is None:
-        return divided({name: (x[rows], y[rows]) for name, rows in grouped(owner).items()}, shares, encoding)
-    return federated(by_split(x, y, owner, np.array(splits, dtype=object)), encoding)
+        batches = {name: (x[rows], y[rows]) for name, rows in rows_by_name(clients).items()}
+        return split_clients(batches, shares, encoding)
+    return from_batches(by_split(x, y, clients, np.array(splits, dtype=object)), encoding)
 
 
-def _stacked(values: Sequence[Any]) -> Tensor:
-    """Arrays in one tensor; images, whose numbers are bytes, with their channels first and from 0 to 1."""
+def _stack(values: Sequence[Any]) -> Tensor:
+    """Stack arrays into one tensor; images (bytes) are scaled to [0, 1] with channels first."""
     try:
         stack = np.stack([np.asarray(value) for value in values])
     except ValueError as error:
-        raise DataError(f"The samples cannot be put in one array ({error}); give all of them one shape.") from None
+        raise DataError(f"The samples cannot be stacked ({error}); give all the same shape.") from None
     if stack.dtype.kind not in "biuf":
         raise DataError(f"The samples have the type {stack.dtype}; give numbers.")
     if stack.dtype != np.uint8:

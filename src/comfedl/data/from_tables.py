@@ -1,4 +1,4 @@
-"""The reader's own data: tables and torch's datasets, each client's part split in itself."""
+"""FederatedData from tables and torch Datasets, each client's samples split into train, validation and test."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
-from comfedl.data.client_names import Numbered
+from comfedl.data.client_names import NumberedNames
 from comfedl.data.federated import Batch, FederatedData
 from comfedl.data.partition import stratified
-from comfedl.data.tabular import Encoding, Rows, Table, as_table, learn, read_csv
+from comfedl.data.tabular import Encoding, Rows, Table, as_table, fit_encoding, read_csv
 from comfedl.utils import checks, rng
 from comfedl.utils.errors import ConfigError, DataError
 
@@ -24,31 +24,31 @@ TASKS = ("classification", "regression")
 
 
 class Shares(NamedTuple):
-    """How much of each client's samples is held out, and the seed by which they are drawn."""
+    """The shares of each client's samples to hold out, and the seed to draw them with."""
 
     validation: float = 0.2
     test: float = 0.2
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse what are no shares."""
+        """Raise ConfigError unless these are shares that leave samples for training."""
         for name, share in (("validation", self.validation), ("test", self.test)):
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-                raise ConfigError(f"{name} is {share!r}, but it must be a share of the samples, from 0 to below 1.")
+                raise ConfigError(f"{name} is {share!r}, but it must be a share of the samples: 0 or more and below 1.")
         if self.validation + self.test >= 1:
             held = self.validation + self.test
-            raise ConfigError(f"validation and test hold out {held:g} of the samples; leave some to train.")
+            raise ConfigError(f"validation and test hold out {held:g} of the samples; keep some for training.")
         checks.at_least("seed", self.seed, 0)
 
-    def divide(self, client: str, labels: NDArray[np.int64]) -> dict[str, Rows]:
-        """A client's rows by split, in the proportions of its labels; it does not depend on the other clients."""
-        left, gone, rows = np.arange(len(labels)), 0.0, {}
+    def split_rows(self, client: str, labels: NDArray[np.int64]) -> dict[str, Rows]:
+        """A client's rows by split, stratified by label; independent of the other clients."""
+        train, taken, rows = np.arange(len(labels)), 0.0, {}
         for split, share in (("validation", self.validation), ("test", self.test)):
             if share > 0:
-                drawn = rng.generator(self.seed, f"data/own {split}", client=client)
-                kept, held = stratified(labels[left], share / (1 - gone), drawn)
-                left, rows[split], gone = left[kept], left[held], gone + share
-        return {"train": left, **rows}
+                generator = rng.generator(self.seed, f"data/own {split}", client=client)
+                kept, held = stratified(labels[train], share / (1 - taken), generator)
+                train, rows[split], taken = train[kept], train[held], taken + share
+        return {"train": train, **rows}
 
 
 def from_table(
@@ -63,7 +63,7 @@ def from_table(
     scale_target: bool = False,
     missing: str = "error",
 ) -> FederatedData:
-    """A table with a column that names each row's client; see ``FederatedData.from_dataframe``."""
+    """See ``FederatedData.from_dataframe``."""
     shares.check()
     table = as_table(frame)
     if task is not None:
@@ -73,110 +73,112 @@ def from_table(
         if not isinstance(value, bool):
             raise ConfigError(f"{what} is {value!r}, but it must be true or false.")
     if isinstance(drop, str) or not all(isinstance(name, str) for name in drop):
-        raise ConfigError(f"drop is {drop!r}, but it must be a list of columns' names.")
+        raise ConfigError(f"drop is {drop!r}, but it must be a list of column names.")
     roles = [("client", client), ("target", target), *(("drop", name) for name in drop)]
     roles += [] if split is None else [("split", split)]
-    for place, (role, name) in enumerate(roles):
+    for i, (role, name) in enumerate(roles):
         table.column(name)
-        for other, same in roles[:place]:
+        for other, same in roles[:i]:
             if same == name:
-                raise ConfigError(f"Column {name!r} is both {other} and {role}; give each a column of its own.")
+                raise ConfigError(f"Column {name!r} is both {other} and {role}; use different columns.")
     if missing == "drop":
-        table = table.complete([name for name in table.columns if name not in drop])
-    names = np.array(table.texts(client), dtype=object)
-    parts = _parts(table, names, target, shares, split, task)
-    train = parts == "train"
+        table = table.drop_missing([name for name in table.columns if name not in drop])
+    names = np.array(table.strings(client), dtype=object)
+    splits = _split_of_rows(table, names, target, shares, split, task)
     leave_out = [*drop, *([] if split is None else [split])]
-    encoding = learn(table, train, target, client, leave_out, task, scale, scale_target)
+    encoding = fit_encoding(table, splits == "train", target, client, leave_out, task, scale, scale_target)
     x, y = torch.from_numpy(encoding.x(table)), torch.from_numpy(encoding.y(table))
-    return federated(by_split(x, y, names, parts), encoding)
+    return from_batches(by_split(x, y, names, splits), encoding)
 
 
-def grouped(names: NDArray[Any]) -> dict[str, Rows]:
-    """Each name's rows, in order."""
+def rows_by_name(names: NDArray[Any]) -> dict[str, Rows]:
+    """The rows of each name, sorted."""
     found, codes = np.unique(names, return_inverse=True)
     rows = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
     return {str(name): own for name, own in zip(found, rows, strict=True)}
 
 
-def by_split(x: Tensor, y: Tensor, names: NDArray[Any], parts: NDArray[Any]) -> dict[str, dict[str, Batch]]:
-    """The samples of each split and client, of rows that say both."""
-    found: dict[str, dict[str, Batch]] = {part: {} for part in SPLITS}
-    for name, own in grouped(names).items():
-        for part in SPLITS:
-            rows = torch.from_numpy(own[parts[own] == part])
+def by_split(x: Tensor, y: Tensor, names: NDArray[Any], splits: NDArray[Any]) -> dict[str, dict[str, Batch]]:
+    """The samples of each split and client, given the client's name and the split of each row."""
+    found: dict[str, dict[str, Batch]] = {split: {} for split in SPLITS}
+    for name, own in rows_by_name(names).items():
+        for split in SPLITS:
+            rows = torch.from_numpy(own[splits[own] == split])
             if len(rows):
-                found[part][name] = (x[rows], y[rows])
+                found[split][name] = (x[rows], y[rows])
     return found
 
 
-def _parts(
+def _split_of_rows(
     table: Table, names: NDArray[Any], target: str, shares: Shares, split: str | None, task: str | None
 ) -> NDArray[Any]:
-    """Which split each row belongs to: as a column says, or drawn within each client."""
+    """The split of each row: from a column, or drawn within each client."""
     if split is not None:
-        parts = np.array(table.texts(split), dtype=object)
-        strange = next((part for part in parts if part not in SPLITS), None)
-        if strange is not None:
+        splits = np.array(table.strings(split), dtype=object)
+        unknown = next((value for value in splits if value not in SPLITS), None)
+        if unknown is not None:
             raise DataError(
-                f"Column {split!r} of {table.source} has the value {strange!r}, but it must be one of "
+                f"Column {split!r} of {table.source} has the value {unknown!r}, but it must be one of "
                 f"{', '.join(SPLITS)}."
             )
-        return parts
-    _, values, gaps = table.cells(target)
-    few = task != "regression" and not gaps.any() and (task is not None or len(np.unique(values.astype(str))) <= 20)
-    labels = np.unique(values.astype(str), return_inverse=True)[1] if few else np.zeros(len(values), dtype=np.int64)
-    parts = np.full(len(table), "train", dtype=object)
-    for name, own in grouped(names).items():
-        for part, rows in shares.divide(name, labels[own]).items():
-            parts[own[rows]] = part
-    return parts
+        return splits
+    _, values, missing = table.cells(target)
+    # The draw is stratified if the target looks like labels; fit_encoding reports invalid targets later.
+    labels = np.zeros(len(values), dtype=np.int64)
+    if task != "regression" and not missing.any():
+        distinct, codes = np.unique(values.astype(str), return_inverse=True)
+        labels = codes if task is not None or len(distinct) <= 20 else labels
+    splits = np.full(len(table), "train", dtype=object)
+    for name, own in rows_by_name(names).items():
+        for part, rows in shares.split_rows(name, labels[own]).items():
+            splits[own[rows]] = part
+    return splits
 
 
-def federated(parts: Mapping[str, Mapping[str, Batch]], encoding: Encoding | None = None) -> FederatedData:
-    """Data from each split's clients; a split that nobody has is left out."""
-    fed = FederatedData(parts["train"], parts.get("validation") or None, parts.get("test") or None)
+def from_batches(splits: Mapping[str, Mapping[str, Batch]], encoding: Encoding | None = None) -> FederatedData:
+    """FederatedData from each client's samples by split; empty splits are left out."""
+    fed = FederatedData(splits["train"], splits.get("validation") or None, splits.get("test") or None)
     fed.encoding = encoding
     return fed
 
 
 def from_csv(path: str, client: str, target: str, shares: Shares, **options: Any) -> FederatedData:
-    """A CSV file with a column that names each row's client."""
-    return from_table(read_csv(file_at(path)), client, target, shares, **options)
+    """FederatedData from a CSV file with a column of client names."""
+    return from_table(read_csv(user_path(path)), client, target, shares, **options)
 
 
-def file_at(path: Any) -> Path:
-    """A path as the reader wrote it; it counts from the working folder."""
+def user_path(path: Any) -> Path:
+    """A path given by the user, with ~ expanded; relative to the working directory."""
     if not isinstance(path, str | Path) or not str(path):
-        raise ConfigError(f"path is {path!r}, but it must be the name of a file or folder.")
+        raise ConfigError(f"path is {path!r}, but it must be the path of a file or folder.")
     return Path(path).expanduser()
 
 
-def divided(clients: Mapping[str, Batch], shares: Shares, encoding: Encoding | None = None) -> FederatedData:
-    """Each client's samples split by shares."""
+def split_clients(clients: Mapping[str, Batch], shares: Shares, encoding: Encoding | None = None) -> FederatedData:
+    """Split each client's samples by the shares."""
     shares.check()
-    found: dict[str, dict[str, Batch]] = {part: {} for part in SPLITS}
+    found: dict[str, dict[str, Batch]] = {split: {} for split in SPLITS}
     for name, (x, y) in clients.items():
-        labelled = y.ndim == 1 and not y.is_floating_point()
-        labels = y.numpy() if labelled else np.zeros(len(y), dtype=np.int64)
-        for part, rows in shares.divide(name, labels).items():
+        is_label = y.ndim == 1 and not y.is_floating_point()
+        labels = y.numpy() if is_label else np.zeros(len(y), dtype=np.int64)
+        for split, rows in shares.split_rows(name, labels).items():
             if len(rows):
-                found[part][name] = (x[torch.from_numpy(rows)], y[torch.from_numpy(rows)])
-    return federated(found, encoding)
+                found[split][name] = (x[torch.from_numpy(rows)], y[torch.from_numpy(rows)])
+    return from_batches(found, encoding)
 
 
-# torch's datasets.
+# Torch Datasets.
 
 
 def from_datasets(train: Any, validation: Any, test: Any, seed: int) -> FederatedData:
-    """torch Datasets, one a client; see ``FederatedData.from_datasets``."""
+    """See ``FederatedData.from_datasets``."""
     share = {name: part for name, part in (("validation", validation), ("test", test)) if _is_share(part)}
     shares = Shares(**{"validation": 0.0, "test": 0.0, **share}, seed=seed)
-    fed = divided(_read_all("train", train), shares)
+    fed = split_clients(_read_all("train", train), shares)
     given = {name: part for name, part in (("validation", validation), ("test", test)) if not _is_share(part)}
     parts = {name: found for name in SPLITS if (found := fed.split(name)) is not None}
     read = {name: _read_all(name, part) for name, part in given.items() if part is not None}
-    return federated({**parts, **read}) if read else fed
+    return from_batches({**parts, **read}) if read else fed
 
 
 def _is_share(part: Any) -> bool:
@@ -187,16 +189,16 @@ def _read_all(split: str, given: Any) -> dict[str, Batch]:
     if isinstance(given, Mapping):
         named = dict(given)
     elif isinstance(given, list | tuple):
-        named = dict(zip(Numbered(len(given)), given, strict=True))
+        named = dict(zip(NumberedNames(len(given)), given, strict=True))
     else:
         raise DataError(
-            f"{split} is a {type(given).__name__}, but it must be a dict (client's name: Dataset) or a list of them."
+            f"{split} is a {type(given).__name__}, but it must be a dict of Datasets by client name, or a list."
         )
     return {name: _read(f"Client {name!r} in {split}", dataset) for name, dataset in named.items()}
 
 
 def _read(who: str, dataset: Any) -> Batch:
-    """All samples of a map-style Dataset."""
+    """Stack all samples of a map-style Dataset."""
     if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
         return dataset.tensors[0], dataset.tensors[1]
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
@@ -206,7 +208,7 @@ def _read(who: str, dataset: Any) -> Batch:
     xs, ys = zip(*(_sample(who, dataset[i]) for i in range(len(dataset))), strict=True)
     odd = next((x.shape for x in xs if x.shape != xs[0].shape), None)
     if odd is not None:
-        raise DataError(f"{who} has samples of shape {tuple(xs[0].shape)} and {tuple(odd)}; give all one shape.")
+        raise DataError(f"{who} has samples of shape {tuple(xs[0].shape)} and {tuple(odd)}; give all the same shape.")
     return torch.stack(xs), torch.stack(ys)
 
 
@@ -214,14 +216,14 @@ def _sample(who: str, sample: Any) -> Batch:
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         kind = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
         raise DataError(
-            f"{who} gives samples that are a {kind}, but a sample must be a pair (x, y); wrap the Dataset in one whose "
-            "__getitem__ returns such a pair."
+            f"{who} has samples that are a {kind}, but a sample must be a pair (x, y); wrap the Dataset in one whose "
+            "__getitem__ returns a pair."
         )
     try:
         x, y = (torch.as_tensor(part) for part in sample)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{who} gives samples that are no numbers ({error}); give tensors or arrays, such as by the transform "
+            f"{who} has samples that are not numbers ({error}); give tensors or arrays, for example with the transform "
             "ToTensor()."
         ) from None
     return x, y

@@ -1,4 +1,4 @@
-"""load(): a real data set, split among clients."""
+"""load(): a public data set, partitioned among clients."""
 
 from __future__ import annotations
 
@@ -26,63 +26,65 @@ def load(
     progress: bool = False,
     held_out: int | None = None,
 ) -> FederatedData:
-    """A data set by name, split among clients, with validation and test samples from each client's own distribution.
+    """Load a data set by name and partition it among clients.
 
     Args:
         name: "digits", "mnist", "fashion-mnist", "cifar10" or "watch".
-        partition: how the train samples are given to clients; by default ten equal clients, or the data's own.
-        seed: the same seed gives the same split.
-        validation: the share of the samples held out for validation, before the clients get theirs.
-        test: the same for test, where the data set has no test part of its own.
-        progress: show the download.
-        held_out: how many validation and how many test samples each client gets; None is as many as there are.
+        partition: how to assign the train samples to clients; by default ten IID clients, or natural ones.
+        seed: the same seed gives the same partition.
+        validation: the share of the samples held out for validation, before partitioning.
+        test: the same for test, if the data set has no test set.
+        progress: show the progress of a download.
+        held_out: the number of validation and of test samples per client; None means as many as possible.
 
-    Held-out samples are drawn without reuse, in each client's own label proportions, the same number for every
-    client. Under ``Natural`` each client's recordings are cut in time instead: the last fifth is for test, the one
-    before it for validation.
+    Every client gets the same number of held-out samples, drawn without replacement in its own label proportions. With
+    ``Natural`` each client's recordings are split by time instead: the last fifth is for test, the one before it for
+    validation.
     """
     if partition is not None and not isinstance(partition, partitions.Partition):
         raise ConfigError(
-            f"partition is {partition!r}, but it must be like partition.Dirichlet(clients=10, alpha=0.3)."
+            f"partition is {partition!r}, but it must be one, such as partition.Dirichlet(clients=10, alpha=0.3)."
         )
     for what, share in (("validation", validation), ("test", test)):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-            raise ConfigError(f"{what} is {share!r}, but it must be a share of the samples, from 0 to below 1.")
+            raise ConfigError(f"{what} is {share!r}, but it must be a share of the samples: 0 or more and below 1.")
     if held_out is not None:
         checks.at_least("held_out", held_out, 1)
     raw = read(name, progress)
     chosen = partition or (partitions.IID(clients=10) if raw.groups is None else partitions.Natural())
     if isinstance(chosen, partitions.Natural) and raw.blocks is not None:
         if held_out is not None:
-            raise ConfigError("held_out is given, but these recordings are cut in time; leave it out.")
+            raise ConfigError("held_out is given, but these recordings are split by time; leave it out.")
         parts = _by_time(raw, chosen, seed)
         parts = {split: rows for split, rows in parts.items() if {"validation": validation, "test": test}.get(split, 1)}
     else:
         parts = _by_label(raw, chosen, seed, validation, test, held_out)
-    return _gather(raw, parts)
+    return _federated_data(raw, parts)
 
 
 def _by_label(
     raw: RawData, partition: partitions.Partition, seed: int, validation: float, test: float, held_out: int | None
 ) -> dict[str, dict[str, Rows]]:
-    """Rows by split and client; those of the data set's own test part come after all others."""
+    """Rows by split and client; the rows of the data set's test set are numbered after all others."""
     shares = {"validation": validation} if raw.test_y is not None else {"validation": validation, "test": test}
     shares = {split: share for split, share in shares.items() if share > 0}
-    if sum(shares.values()) >= 1:
-        raise ConfigError(f"validation and test hold out {sum(shares.values()):g} of the samples; leave some to train.")
-    left, pools, gone = np.arange(len(raw.y)), {}, 0.0
+    if (total := sum(shares.values())) >= 1:
+        raise ConfigError(f"validation and test hold out {total:g} of the samples; keep some for training.")
+    train, pools, taken = np.arange(len(raw.y)), {}, 0.0
     for split, share in shares.items():
-        kept, held = partitions.stratified(raw.y[left], share / (1 - gone), rng.generator(seed, f"data/{split} pool"))
-        left, pools[split], gone = left[kept], left[held], gone + share
+        generator = rng.generator(seed, f"data/{split} pool")
+        kept, held = partitions.stratified(raw.y[train], share / (1 - taken), generator)
+        train, pools[split], taken = train[kept], train[held], taken + share
     if raw.test_y is not None and test > 0:
         pools["test"] = len(raw.y) + np.arange(len(raw.test_y))
     labels = raw.y if raw.test_y is None else np.concatenate([raw.y, raw.test_y])
-    groups = None if raw.groups is None else raw.groups[left]
-    owned = partition.assign(labels[left], rng.generator(seed, "data/partition"), groups)
-    own = partition.distribution(labels[left], owned, raw.classes)
-    parts = {"train": {client: left[rows] for client, rows in owned.items()}}
+    groups = None if raw.groups is None else raw.groups[train]
+    owned = partition.assign(labels[train], rng.generator(seed, "data/partition"), groups)
+    proportions = partition.distribution(labels[train], owned, raw.classes)
+    parts = {"train": {client: train[rows] for client, rows in owned.items()}}
     for split, pool in pools.items():
-        drawn = partitions.like(labels[pool], own, rng.generator(seed, f"data/{split}"), held_out, list(owned))
+        generator = rng.generator(seed, f"data/{split}")
+        drawn = partitions.like(labels[pool], proportions, generator, held_out, list(owned))
         parts[split] = {client: pool[rows] for client, rows in drawn.items()}
     return parts
 
@@ -92,11 +94,11 @@ def _by_time(raw: RawData, partition: partitions.Partition, seed: int) -> dict[s
     owned = partition.assign(raw.y, rng.generator(seed, "data/partition"), raw.groups)
     last = int(raw.blocks.max())
     splits = {"train": raw.blocks < last - 1, "validation": raw.blocks == last - 1, "test": raw.blocks == last}
-    return {split: {client: rows[inside[rows]] for client, rows in owned.items()} for split, inside in splits.items()}
+    return {split: {client: rows[mask[rows]] for client, rows in owned.items()} for split, mask in splits.items()}
 
 
-def _gather(raw: RawData, parts: Mapping[str, Mapping[str, Rows]]) -> FederatedData:
-    """The splits as views of one pair of tensors."""
+def _federated_data(raw: RawData, parts: Mapping[str, Mapping[str, Rows]]) -> FederatedData:
+    """FederatedData whose splits share one x and one y."""
     x = torch.from_numpy(raw.x if raw.test_x is None else np.concatenate([raw.x, raw.test_x]))
     y = torch.from_numpy(raw.y if raw.test_y is None else np.concatenate([raw.y, raw.test_y]))
     names = tuple(sorted(parts["train"]))

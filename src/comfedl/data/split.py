@@ -1,4 +1,4 @@
-"""A split: the samples of all clients in two flat tensors."""
+"""Split: the samples of all clients in two flat tensors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from comfedl.data import client_names as naming
+from comfedl.data import client_names
 
 Batch = tuple[Tensor, Tensor]
 
 
 class Split(Mapping[str, Batch]):
-    """One split of all clients: rows of two flat tensors, so that many clients are gathered at once.
+    """One split (such as train) of all clients, stored flat so that batches of many clients are gathered at once.
 
-    As a mapping it gives each client's ``(x, y)``; clients that hold nothing in this split are left out.
+    Client i has the positions from ``offsets[i]`` to ``offsets[i + 1] - 1``; position p is row p of ``x`` and ``y``, or
+    ``rows[p]`` if given. As a mapping it has the ``(x, y)`` of each client that has samples in the split.
     """
 
     def __init__(
@@ -27,17 +28,17 @@ class Split(Mapping[str, Batch]):
         self.sizes: NDArray[np.int64] = np.diff(offsets)
 
     def position(self, client: str) -> int:
-        """The client's place in ``names``."""
-        place = naming.find(self.names, client)
-        if place is None:
+        """The client's index in ``names``."""
+        i = client_names.find(self.names, client)
+        if i is None:
             raise KeyError(client)
-        return place
+        return i
 
     def __getitem__(self, client: str) -> Batch:
         i = self.position(client)
         if not self.sizes[i]:
             raise KeyError(client)
-        return self.whole(i)
+        return self.samples_of(i)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, size in zip(self.names, self.sizes, strict=True) if size)
@@ -45,7 +46,7 @@ class Split(Mapping[str, Batch]):
     def __len__(self) -> int:
         return int(np.count_nonzero(self.sizes))
 
-    def whole(self, i: int) -> Batch:
+    def samples_of(self, i: int) -> Batch:
         """All of the i-th client's samples."""
         start, stop = int(self.offsets[i]), int(self.offsets[i + 1])
         if self.rows is None:
@@ -53,33 +54,30 @@ class Split(Mapping[str, Batch]):
         rows = self.rows[start:stop]
         return self.x.index_select(0, rows), self.y.index_select(0, rows)
 
-    def wholes(self, clients: NDArray[np.int64]) -> Batch:
-        """All samples of these clients, one client after another."""
+    def samples_of_all(self, clients: NDArray[np.int64]) -> Batch:
+        """All samples of these clients, concatenated."""
         if self.rows is None and (np.diff(clients) == 1).all():
             start, stop = int(self.offsets[clients[0]]), int(self.offsets[clients[-1] + 1])
             return self.x[start:stop], self.y[start:stop]
-        return self.at(np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in clients]))
+        return self.gather(np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in clients]))
 
     def take(self, i: int, positions: NDArray[np.int64]) -> Batch:
-        """The i-th client's samples at these positions; the result has their shape in front."""
-        return self.at(positions + self.offsets[i])
+        """The i-th client's samples at these positions within the client; see ``gather``."""
+        return self.gather(positions + self.offsets[i])
 
-    def at(self, places: NDArray[np.int64]) -> Batch:
-        """The samples at these places, counted over all clients; the result has their shape in front."""
-        return self.gathered(self.rows_of(places), places.shape)
+    def gather(self, positions: NDArray[np.int64]) -> Batch:
+        """The samples at these positions; x has the shape [*positions.shape, *sample shape], and so has y."""
+        rows = self.rows_at(positions)
+        x, y = self.x.index_select(0, rows), self.y.index_select(0, rows)
+        return x.view(*positions.shape, *x.shape[1:]), y.view(*positions.shape, *y.shape[1:])
 
-    def rows_of(self, places: NDArray[np.int64]) -> Tensor:
-        """The rows of ``x`` and ``y`` that hold the samples at these places, as one flat tensor."""
-        flat = torch.from_numpy(places.reshape(-1)).to(self.x.device)
+    def rows_at(self, positions: NDArray[np.int64]) -> Tensor:
+        """The rows of ``x`` and ``y`` at these positions, as one flat tensor."""
+        flat = torch.from_numpy(positions.reshape(-1)).to(self.x.device)
         return flat if self.rows is None else self.rows.index_select(0, flat)
 
-    def gathered(self, rows: Tensor, shape: Sequence[int]) -> Batch:
-        """The samples in these rows, with this shape in front."""
-        x, y = self.x.index_select(0, rows), self.y.index_select(0, rows)
-        return x.view(*shape, *x.shape[1:]), y.view(*shape, *y.shape[1:])
-
     def to(self, dtype: torch.dtype, device: torch.device) -> Split:
-        """The same split with its floating-point numbers in this dtype, on this device."""
+        """A copy on this device, with floating-point tensors in this dtype."""
         x, y = (part.to(device, dtype if part.is_floating_point() else None) for part in (self.x, self.y))
         rows = None if self.rows is None else self.rows.to(device)
         return Split(x, y, self.names, self.offsets, rows)

@@ -1,9 +1,8 @@
-"""Tables with named columns, and how their rows become numbers: the same for training and for new rows.
+"""Tables with named columns, and their encoding as numbers, the same for training and for new rows.
 
-What is learnt from the rows is little and is kept: the categories of text columns in their order, the labels, and
-with ``scale`` the mean and the standard deviation of number columns over the train rows of all clients. In a real
-federation these are what leaves a site before training: of each number column the count, the sum and the sum of
-squares, and the categories that occur; never a row.
+An encoding holds the sorted categories of string columns, the labels and, with ``scale``, the mean and standard
+deviation of number columns over the train rows of all clients. In a real federation only this leaves a site before
+training: the count, sum and sum of squares of each number column, and the categories and labels; never a row.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from comfedl.utils.errors import DataError, nearest
 Rows = NDArray[np.int64]
 NUMBER, FLAG, TEXT = "number", "flag", "text"
 MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "NULL", "None"})
-"""What stands for no value in a CSV file."""
-MOST_CATEGORIES = 1000
+"""The cells of a CSV file that mean a missing value."""
+MAX_CATEGORIES = 1000
 
 
 class Cells(NamedTuple):
-    """A column's values (float64, bool or texts), and which of them are missing."""
+    """The values of a column (float64, bool or str), and which of them are missing."""
 
     kind: str
     values: NDArray[Any]
@@ -37,11 +36,11 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Columns by name. ``written`` says that all cells are texts, as in a CSV file, whose types are to be found out."""
+    """Columns by name. In an ``untyped`` table, such as a CSV file, all cells are strings and types are inferred."""
 
     columns: Mapping[str, NDArray[Any]]
     source: str
-    written: bool = False
+    untyped: bool = False
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -52,126 +51,125 @@ class Table:
         return self.columns[name]
 
     def cells(self, name: str) -> Cells:
-        """A column as numbers, flags or texts."""
+        """A column as numbers, booleans or strings."""
         values = self.column(name)
-        if self.written:
-            return _typed(values)
+        if self.untyped:
+            return _infer_type(values)
         kind = values.dtype.kind
         if kind in "iuf":
             return Cells(NUMBER, values.astype(np.float64), np.isnan(values.astype(np.float64)))
         if kind == "b":
             return Cells(FLAG, values, np.zeros(len(values), dtype=bool))
         if kind in "OUS":
-            return _told(f"Column {name!r} of {self.source}", values)
+            return _from_objects(f"Column {name!r} of {self.source}", values)
         raise DataError(
-            f"Column {name!r} of {self.source} has the type {values.dtype}; give numbers, booleans or texts (a date as "
-            "the number of days since some other, for example), or leave the column out."
+            f"Column {name!r} of {self.source} has the type {values.dtype}; give numbers, booleans or strings (a date "
+            "as a number of days, for example), or leave the column out."
         )
 
-    def texts(self, name: str) -> list[str]:
-        """A column as texts, whole numbers without a point; missing values are refused."""
+    def strings(self, name: str) -> list[str]:
+        """A column as strings, integers without a decimal point; raises DataError for missing values."""
         values, missing = self.column(name), self.cells(name).missing
         if missing.any():
-            raise self.absent(name, missing)
-        return [str(value) if self.written else _text(value) for value in values.tolist()]
+            raise self.missing_error(name, missing)
+        return [str(value) if self.untyped else _to_string(value) for value in values.tolist()]
 
-    def absent(self, name: str, missing: NDArray[np.bool_]) -> DataError:
-        """The error for missing values."""
+    def missing_error(self, name: str, missing: NDArray[np.bool_]) -> DataError:
+        """The error about missing values."""
         return DataError(
             f"Column {name!r} of {self.source} has {int(missing.sum())} missing value{'s' if missing.sum() > 1 else ''}"
             f' (the first in row {int(missing.argmax()) + 1}); fill them in, or drop these rows with missing="drop".'
         )
 
     def at(self, rows: Rows | NDArray[np.bool_]) -> Table:
-        """Some of the rows."""
+        """A table of these rows only."""
         return replace(self, columns={name: values[rows] for name, values in self.columns.items()})
 
-    def complete(self, names: Sequence[str]) -> Table:
-        """The rows that have a value in all of these columns."""
-        gaps = np.zeros(len(self), dtype=bool)
+    def drop_missing(self, names: Sequence[str]) -> Table:
+        """Drop the rows that miss a value in any of these columns."""
+        missing = np.zeros(len(self), dtype=bool)
         for name in names:
-            gaps |= self.cells(name).missing
-        if gaps.all():
+            missing |= self.cells(name).missing
+        if missing.all():
             raise DataError(f"{self.source} has no row in which all of {', '.join(names)} have a value.")
-        return self.at(~gaps)
+        return self.at(~missing)
 
 
-def _typed(texts: NDArray[Any]) -> Cells:
-    """The values of written cells: numbers where all are, flags where all are true or false, texts otherwise."""
+def _infer_type(texts: NDArray[Any]) -> Cells:
+    """Numbers if all strings are numbers, booleans if all are true or false, strings otherwise."""
     missing = np.array([text in MISSING for text in texts.tolist()], dtype=bool)
-    there = [text for text, gap in zip(texts.tolist(), missing, strict=True) if not gap]
+    present = [text for text, gap in zip(texts.tolist(), missing, strict=True) if not gap]
     try:
-        numbers = np.array([float(text) for text in there])
+        numbers = np.array([float(text) for text in present])
     except ValueError:
-        flags = [text.casefold() for text in there]
+        flags = [text.casefold() for text in present]
         if {*flags} <= {"true", "false"}:
-            return Cells(FLAG, _spread(np.array([flag == "true" for flag in flags]), missing), missing)
+            return Cells(FLAG, _fill_missing(np.array([flag == "true" for flag in flags]), missing), missing)
         return Cells(TEXT, texts.astype(object), missing)
-    return Cells(NUMBER, _spread(numbers, missing), missing)
+    return Cells(NUMBER, _fill_missing(numbers, missing), missing)
 
 
-def _told(where: str, values: NDArray[Any]) -> Cells:
-    """The values of Python objects; None, NaN and pandas' NA are missing."""
+def _from_objects(where: str, values: NDArray[Any]) -> Cells:
+    """The values of a column of Python objects; None, NaN and the NA of pandas are missing."""
     each = values.tolist()
     missing = np.array([_is_missing(value) for value in each], dtype=bool)
-    there = [value for value, gap in zip(each, missing, strict=True) if not gap]
-    if there and all(isinstance(value, bool) for value in there):
-        return Cells(FLAG, _spread(np.array(there, dtype=bool), missing), missing)
-    if all(isinstance(value, int | float) for value in there):
-        return Cells(NUMBER, _spread(np.array(there, dtype=np.float64), missing), missing)
-    strange = next((value for value in there if not isinstance(value, str | int | float)), None)
-    if strange is not None:
+    present = [value for value, gap in zip(each, missing, strict=True) if not gap]
+    if present and all(isinstance(value, bool) for value in present):
+        return Cells(FLAG, _fill_missing(np.array(present, dtype=bool), missing), missing)
+    if all(isinstance(value, int | float) for value in present):
+        return Cells(NUMBER, _fill_missing(np.array(present, dtype=np.float64), missing), missing)
+    unusable = next((value for value in present if not isinstance(value, str | int | float)), None)
+    if unusable is not None:
         raise DataError(
-            f"{where} holds a {type(strange).__name__}; give numbers, booleans or texts, or leave the column out."
+            f"{where} has a {type(unusable).__name__}; give numbers, booleans or strings, or leave the column out."
         )
-    texts = np.array(["" if gap else _text(value) for value, gap in zip(each, missing, strict=True)], dtype=object)
+    texts = np.array(["" if gap else _to_string(value) for value, gap in zip(each, missing, strict=True)], dtype=object)
     return Cells(TEXT, texts, missing)
 
 
 def _is_missing(value: Any) -> bool:
-    nothing = value is None or type(value).__name__ in ("NAType", "NaTType")
-    return nothing or (isinstance(value, float) and value != value)
+    is_none = value is None or type(value).__name__ in ("NAType", "NaTType")
+    return is_none or (isinstance(value, float) and value != value)
 
 
-def _spread(there: NDArray[Any], missing: NDArray[np.bool_]) -> NDArray[Any]:
-    values = np.zeros(len(missing), dtype=there.dtype)
-    values[~missing] = there
+def _fill_missing(present: NDArray[Any], missing: NDArray[np.bool_]) -> NDArray[Any]:
+    values = np.zeros(len(missing), dtype=present.dtype)
+    values[~missing] = present
     return values
 
 
-def _text(value: Any) -> str:
+def _to_string(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def as_table(frame: Any) -> Table:
-    """A data frame of pandas or polars, or a dict of columns, as a table."""
+    """A table from a pandas or polars data frame, or from a dict of columns."""
     if isinstance(frame, Table):
         return frame
     if isinstance(frame, Mapping):
         columns = {name: np.asarray(values) for name, values in frame.items()}
     elif hasattr(frame, "columns") and hasattr(frame, "__getitem__"):
         names = list(frame.columns)
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise DataError(f"The data frame has two columns {twice!r}; rename one.")
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise DataError(f"The data frame has two columns {duplicate!r}; rename one.")
         columns = {name: frame[name].to_numpy() for name in names}
     else:
         raise DataError(f"The table is a {type(frame).__name__}; give a data frame, or a dict of columns.")
     odd = next((name for name in columns if not isinstance(name, str)), None)
     if odd is not None:
-        raise DataError(f"A column's name is {odd!r}, but it must be a text; rename it.")
+        raise DataError(f"A column's name is {odd!r}, but it must be a string; rename it.")
     lengths = {len(values) if values.ndim == 1 else -1 for values in columns.values()}
     if len(lengths) != 1 or not max(lengths) > 0:
-        raise DataError("The table must have columns of one length, with one value a row, and at least one row.")
+        raise DataError("The table must have columns of equal length, with one value per row, and at least one row.")
     return Table(columns, "the table")
 
 
 def read_csv(path: Path) -> Table:
-    """A CSV file with a line of names at its head; commas, semicolons or tabs may part the cells."""
+    """Read a CSV file with a header line; the delimiter is a comma, a semicolon or a tab."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            head = file.readline()
-            delimiter = max(",;\t", key=head.count)
+            delimiter = max(",;\t", key=file.readline().count)
             file.seek(0)
             lines = [(reader.line_num, row) for reader in [csv.reader(file, delimiter=delimiter)] for row in reader]
     except FileNotFoundError:
@@ -180,22 +178,22 @@ def read_csv(path: Path) -> Table:
         raise DataError(f"{path} cannot be read as CSV ({error}); give a text file in UTF-8.") from None
     lines = [(number, [cell.strip() for cell in row]) for number, row in lines if row]
     if len(lines) < 2:
-        raise DataError(f"{path} holds no rows; give a line with the columns' names, and a line for each sample.")
+        raise DataError(f"{path} has no rows; give a header line with the column names, and one line per sample.")
     names = lines[0][1]
-    for place, name in enumerate(names):
-        if not name or name in names[:place]:
-            fault = f"stands twice ({name!r})" if name else f"of column {place + 1} is empty"
-            raise DataError(f"In the first line of {path} a name {fault}; give each column a name of its own.")
+    for i, name in enumerate(names):
+        if not name or name in names[:i]:
+            fault = f"occurs twice ({name!r})" if name else f"of column {i + 1} is empty"
+            raise DataError(f"In the header of {path} a name {fault}; give each column a distinct name.")
     for number, row in lines[1:]:
         if len(row) != len(names):
-            raise DataError(f"Line {number} of {path} has {len(row)} cells, but the first line has {len(names)}.")
+            raise DataError(f"Line {number} of {path} has {len(row)} cells, but the header has {len(names)}.")
     cells = np.array([row for _, row in lines[1:]], dtype=object)
-    return Table({name: cells[:, place] for place, name in enumerate(names)}, path.name, written=True)
+    return Table({name: cells[:, i] for i, name in enumerate(names)}, path.name, untyped=True)
 
 
 @dataclass(frozen=True)
 class Column:
-    """How a column becomes numbers: ``(value - mean) / scale``, or one number for each category."""
+    """The encoding of a column: ``(value - mean) / scale``, or one-hot for strings."""
 
     name: str
     kind: str
@@ -205,34 +203,34 @@ class Column:
 
     @property
     def names(self) -> list[str]:
-        """The names of the numbers it gives."""
+        """The names of the encoded columns."""
         return [f"{self.name}={category}" for category in self.categories] if self.kind == TEXT else [self.name]
 
     def encode(self, table: Table) -> NDArray[np.float64]:
-        """Its numbers, [rows, one or one for each category]."""
+        """The encoded values, [rows, len(names)]."""
         kind, values, missing = table.cells(self.name)
         if missing.any():
-            raise table.absent(self.name, missing)
+            raise table.missing_error(self.name, missing)
         if self.kind == TEXT:
-            texts = np.array(table.texts(self.name), dtype=object)
-            known = {category: place for place, category in enumerate(self.categories)}
-            strange = next((text for text in texts if text not in known), None)
-            if strange is not None:
+            texts = table.strings(self.name)
+            known = {category: i for i, category in enumerate(self.categories)}
+            unknown = next((text for text in texts if text not in known), None)
+            if unknown is not None:
                 raise DataError(
-                    f"Column {self.name!r} of {table.source} has the value {strange!r}, which was not there in "
-                    f"training; {nearest(strange, self.categories)}."
+                    f"Column {self.name!r} of {table.source} has the value {unknown!r}, which did not occur in "
+                    f"training; {nearest(unknown, self.categories)}."
                 )
             return np.eye(len(known))[[known[text] for text in texts]]
         if kind == TEXT:
             raise DataError(
-                f"Column {self.name!r} of {table.source} holds texts such as {values[0]!r}, but in training it held "
-                "numbers; give numbers."
+                f"Column {self.name!r} of {table.source} has strings such as {values[0]!r}, but it had numbers in "
+                "training; give numbers."
             )
         return ((values.astype(np.float64) - self.mean) / self.scale)[:, None]
 
 
-def ordered(texts: Sequence[str]) -> tuple[str, ...]:
-    """Different texts in order: by value where all are numbers, and by letters otherwise."""
+def sort_labels(texts: Sequence[str]) -> tuple[str, ...]:
+    """The distinct strings, sorted by value if all are numbers, alphabetically otherwise."""
     found = sorted({*texts})
     try:
         return tuple(sorted(found, key=float))
@@ -242,16 +240,16 @@ def ordered(texts: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How rows become a model's input, and its output labels or numbers again; kept with a run, for new rows.
+    """How rows become model inputs, and outputs become labels or numbers; saved with a run to encode new rows.
 
     Attributes:
-        columns: the inputs, in order; empty where they are not a table's.
+        columns: the inputs, in order; empty if the data are no table.
         target: the column of y.
-        client: the column that names the client, if there was one.
+        client: the column with the clients' names, if any.
         classes: the labels, in the order of the model's outputs; empty in a regression.
         mean, scale: y is ``(value - mean) / scale`` in a regression.
-        shape: one sample's shape.
-        image: for images, how they are read: the mode ("L" or "RGB"), height and width.
+        shape: the shape of a sample.
+        image: for images, the mode ("L" or "RGB"), height and width to read them with.
     """
 
     columns: tuple[Column, ...] = ()
@@ -264,44 +262,44 @@ class Encoding:
     image: tuple[str, int, int] | None = None
 
     def x(self, table: Table) -> NDArray[np.float32]:
-        """The inputs of a table's rows; other columns than those of training are not looked at."""
-        lacking = [column.name for column in self.columns if column.name not in table.columns]
-        if lacking:
+        """The inputs of a table's rows; columns that were not used in training are ignored."""
+        absent = [column.name for column in self.columns if column.name not in table.columns]
+        if absent:
             raise DataError(
-                f"{table.source} has no column {lacking[0]!r}"
-                + (f" (nor {', '.join(map(repr, lacking[1:]))})" if lacking[1:] else "")
-                + f", which the model was trained with; it needs {', '.join(column.name for column in self.columns)}."
+                f"{table.source} has no column {absent[0]!r}"
+                + (f" (nor {', '.join(map(repr, absent[1:]))})" if absent[1:] else "")
+                + f", which the model was trained on; it needs {', '.join(column.name for column in self.columns)}."
             )
         return np.concatenate([column.encode(table) for column in self.columns], axis=1).astype(np.float32)
 
     def y(self, table: Table) -> NDArray[Any]:
-        """The labels as whole numbers, or the scaled numbers of a regression."""
+        """The labels as class indices, or the scaled targets of a regression."""
         kind, values, missing = table.cells(self.target)
         if missing.any():
-            raise table.absent(self.target, missing)
+            raise table.missing_error(self.target, missing)
         if self.classes:
-            return self.labels(table.texts(self.target), f"Column {self.target!r} of {table.source}")
+            return self.labels(table.strings(self.target), f"Column {self.target!r} of {table.source}")
         if kind == TEXT:
-            raise DataError(f"Column {self.target!r} of {table.source} holds texts, but a regression needs numbers.")
+            raise DataError(f"Column {self.target!r} of {table.source} has strings, but a regression needs numbers.")
         return ((values.astype(np.float64) - self.mean) / self.scale).astype(np.float32)
 
     def labels(self, texts: Sequence[str], where: str) -> Rows:
-        """The numbers of labels; 1.0 is the label 1."""
-        known = {label: place for place, label in enumerate(self.classes)}
-        known |= {re.sub(r"\.0+$", "", label): place for label, place in known.items()}
+        """The class indices of labels; "1.0" is the label "1"."""
+        known = {label: i for i, label in enumerate(self.classes)}
+        known |= {re.sub(r"\.0+$", "", label): i for label, i in known.items()}
         found = [known.get(text, known.get(re.sub(r"\.0+$", "", text))) for text in texts]
         if None in found:
-            strange = texts[found.index(None)]
-            raise DataError(f"{where} has the label {strange!r}, which is unknown; {nearest(strange, self.classes)}.")
+            unknown = texts[found.index(None)]
+            raise DataError(f"{where} has the label {unknown!r}, which is unknown; {nearest(unknown, self.classes)}.")
         return np.array(found, dtype=np.int64)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """The encoding as plain values, for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Encoding:
-        """Back from plain values."""
+        """The inverse of ``to_dict``."""
         columns = tuple(Column(**{**column, "categories": tuple(column["categories"])}) for column in values["columns"])
         image = values["image"] and (str(values["image"][0]), int(values["image"][1]), int(values["image"][2]))
         lists = {"columns": columns, "classes": tuple(values["classes"]), "shape": tuple(values["shape"])}
@@ -309,7 +307,7 @@ class Encoding:
         return cls(**{**known, **lists, "image": image})
 
 
-def learn(
+def fit_encoding(
     table: Table,
     train: NDArray[np.bool_],
     target: str,
@@ -319,58 +317,58 @@ def learn(
     scale: bool,
     scale_target: bool,
 ) -> Encoding:
-    """The encoding of a table; ``train`` says which rows the scales are taken from."""
+    """Fit the encoding of a table; means and scales are those of the ``train`` rows."""
     inputs = [name for name in table.columns if name not in {target, client, *leave_out}]
     if not inputs:
-        raise DataError(f"{table.source} has no column left to learn from beside {target!r}; check what is left out.")
-    columns = tuple(_learnt(table, name, train, scale) for name in inputs)
+        raise DataError(f"{table.source} has no input column besides {target!r}; drop fewer columns.")
+    columns = tuple(_fit_column(table, name, train, scale) for name in inputs)
     kind, values, missing = table.cells(target)
     if missing.any():
-        raise table.absent(target, missing)
-    whole = kind == NUMBER and bool((values == np.round(values)).all()) and len(np.unique(values)) <= 20
+        raise table.missing_error(target, missing)
+    few_integers = kind == NUMBER and bool((values == np.round(values)).all()) and len(np.unique(values)) <= 20
     if task == "classification" and kind == NUMBER and bool((values != np.round(values)).any()):
         raise DataError(
-            f"Column {target!r} of {table.source} holds numbers such as {values[values != np.round(values)][0]:g}, not "
+            f"Column {target!r} of {table.source} has numbers such as {values[values != np.round(values)][0]:g}, not "
             'labels; predict them with loss = "mse", "mae" or "huber" (task="regression").'
         )
-    if task == "classification" or (task is None and (kind != NUMBER or whole)):
-        classes = ordered(table.texts(target))
+    if task == "classification" or (task is None and (kind != NUMBER or few_integers)):
+        classes = sort_labels(table.strings(target))
         if len(classes) < 2:
             raise DataError(
-                f"Column {target!r} of {table.source} has one label only ({classes[0]!r}); give two or more."
+                f"Column {target!r} of {table.source} has only one label ({classes[0]!r}); give two or more."
             )
-        if len(classes) > MOST_CATEGORIES:
+        if len(classes) > MAX_CATEGORIES:
             raise DataError(
-                f"Column {target!r} of {table.source} has {len(classes)} different labels; for numbers use the loss "
+                f"Column {target!r} of {table.source} has {len(classes)} distinct labels; for numbers use the loss "
                 '"mse" (task="regression").'
             )
         encoding = Encoding(columns, target, client, classes)
     else:
         if kind == TEXT:
-            raise DataError(f"Column {target!r} of {table.source} holds texts, but a regression needs numbers.")
-        mean, spread = _scales(values.astype(np.float64)[train]) if scale_target else (0.0, 1.0)
-        encoding = Encoding(columns, target, client, (), mean, spread)
+            raise DataError(f"Column {target!r} of {table.source} has strings, but a regression needs numbers.")
+        mean, std = _mean_and_std(values.astype(np.float64)[train]) if scale_target else (0.0, 1.0)
+        encoding = Encoding(columns, target, client, (), mean, std)
     return replace(encoding, shape=(sum(len(column.names) for column in columns),))
 
 
-def _learnt(table: Table, name: str, train: NDArray[np.bool_], scale: bool) -> Column:
+def _fit_column(table: Table, name: str, train: NDArray[np.bool_], scale: bool) -> Column:
     kind, values, missing = table.cells(name)
     if missing.any():
-        raise table.absent(name, missing)
+        raise table.missing_error(name, missing)
     if kind == TEXT:
-        categories = ordered(table.texts(name))
-        if len(categories) > MOST_CATEGORIES:
+        categories = sort_labels(table.strings(name))
+        if len(categories) > MAX_CATEGORIES:
             raise DataError(
-                f"Column {name!r} of {table.source} has {len(categories)} different texts; leave it out (drop), or "
-                f"group them into {MOST_CATEGORIES} or fewer."
+                f"Column {name!r} of {table.source} has {len(categories)} distinct strings; leave it out (drop), or "
+                f"group them into {MAX_CATEGORIES} or fewer."
             )
         return Column(name, TEXT, categories=categories)
     if kind == NUMBER and not np.isfinite(values).all():
-        raise DataError(f"Column {name!r} of {table.source} has values that are infinite; replace them.")
-    return Column(name, kind, *(_scales(values[train]) if scale and kind == NUMBER else ()))
+        raise DataError(f"Column {name!r} of {table.source} has infinite values; replace them.")
+    return Column(name, kind, *(_mean_and_std(values[train]) if scale and kind == NUMBER else ()))
 
 
-def _scales(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean and standard deviation; a column that never changes is only shifted."""
-    spread = float(values.std())
-    return float(values.mean()), spread if spread > 0 else 1.0
+def _mean_and_std(values: NDArray[np.float64]) -> tuple[float, float]:
+    """The mean and standard deviation; 1 for a constant column."""
+    std = float(values.std())
+    return float(values.mean()), std if std > 0 else 1.0

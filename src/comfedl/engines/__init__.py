@@ -1,4 +1,4 @@
-"""Engines: where the clients live. They know no algorithm."""
+"""Engines: they hold the clients and run their steps, for any algorithm."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from comfedl.utils.tree import Tree
 
 ENGINES: dict[str, type[Embedded] | type[Distributed]] = {"embedded": Embedded, "distributed": Distributed}
 AT_SITES = "flower"
-"""The engine whose clients are not here: it is started by Flower, not by name."""
+"""The engine whose clients are at remote sites: it is started by Flower, not by name."""
 
 
 def default_options(name: str) -> dict[str, Any]:
-    """The options of an engine with their defaults, from its signature; ranks take those of the embedded engine too."""
+    """An engine's options and defaults, from its signature; "distributed" also takes those of "embedded"."""
     own = {key: p.default for key, p in inspect.signature(ENGINES[name]).parameters.items() if p.kind != p.VAR_KEYWORD}
     below = default_options("embedded") if ENGINES[name] is Distributed else {}
     return below | {key: own[key] for key in [*own][5:]}
@@ -36,14 +36,11 @@ def make_engine(
     state: Tree = None,
     options: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """The engine of this name, with the clients' data on it; ``state`` is what each client starts with.
-
-    ``options`` are the engine's own arguments.
-    """
+    """The engine of this name, with these data; ``state`` is every client's initial state."""
     if name == AT_SITES:
         raise ConfigError(
-            'engine is "flower", whose clients are at sites; start it with "comfedl flower local CONFIG", or over real '
-            "sites with flwr run (docs/flower.md)."
+            'engine is "flower", whose clients are at remote sites; start a local trial with "comfedl flower local '
+            'CONFIG", or a run over real sites with flwr run (docs/flower.md).'
         )
     checks.one_of("engine", name, ENGINES)
     for option in options or {}:

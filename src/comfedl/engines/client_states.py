@@ -1,4 +1,4 @@
-"""What clients keep, packed: rows of a few large tensors, and nothing for a client that has kept nothing."""
+"""Client states, packed into rows of a few large tensors; a client that never changed its state takes no memory."""
 
 from __future__ import annotations
 
@@ -11,71 +11,71 @@ from torch import Tensor
 from comfedl.utils import tree
 from comfedl.utils.tree import Tree
 
-BLOCK = 2**22  # bytes of a block, about
+BLOCK = 2**22  # approximate size of a block in bytes
 
 
-class States:
-    """The states of clients by their position.
+class ClientStates:
+    """The clients' states, by position.
 
-    A state that is changed goes to a new row, and the old one is free again once the round is settled: so what was kept
-    before the round can still be had when the round fails.
+    A changed state is written to a new row, and the old row is reused only once the round is committed: so the states
+    before a failed round are still there, without copying all of them every round.
     """
 
     def __init__(self) -> None:
-        self._shelves: dict[str, _Shelf] = {}
-        self._places: dict[int, _Place] = {}
-        self._before: dict[int, _Place | None] = {}
-        self._replaced: list[_Place] = []
+        self._stores: dict[str, _RowStore] = {}
+        self._slots: dict[int, _Slot] = {}
+        self._committed: dict[int, _Slot | None] = {}  # of clients that changed since the last commit
+        self._replaced: list[_Slot] = []
 
     def __contains__(self, client: int) -> bool:
-        return client in self._places
+        return client in self._slots
 
     def view(self, client: int) -> Tree:
-        """What a client keeps now. It is to be read at once: later rounds may write in the same place."""
-        shelf, row = self._places[client]
-        return shelf.read(row)
+        """A view of a client's current state; read it at once, since later rounds may overwrite it."""
+        store, row = self._slots[client]
+        return store.read(row)
 
     def put(self, clients: Sequence[int], state: Tree) -> None:
-        """Keep a copy of the state of one client, or of several, which are then in front of every tensor."""
+        """Store a copy of one client's state, or of several stacked along the first dimension."""
         if len(clients) == 1:
             state = tree.map(lambda leaf: leaf.unsqueeze(0), state)
         kind = repr(tree.map(lambda leaf: (tuple(leaf.shape[1:]), leaf.dtype, leaf.device), state))
-        if kind not in self._shelves:
-            self._shelves[kind] = _Shelf(state)
-        shelf = self._shelves[kind]
-        for client, row in zip(clients, shelf.write(state, len(clients)), strict=True):
-            old = self._places.get(client)
-            self._before.setdefault(client, old)
+        if kind not in self._stores:
+            self._stores[kind] = _RowStore(state)
+        store = self._stores[kind]
+        for client, row in zip(clients, store.write(state, len(clients)), strict=True):
+            old = self._slots.get(client)
+            self._committed.setdefault(client, old)
             if old is not None:
                 self._replaced.append(old)
-            self._places[client] = _Place(shelf, row)
+            self._slots[client] = _Slot(store, row)
 
-    def settle(self) -> None:
-        """The round has ended well: forget what was before it."""
-        for shelf, row in self._replaced:
-            shelf.free.append(row)
-        self._before, self._replaced = {}, []
+    def commit_round(self) -> None:
+        """The round succeeded: free the rows of the states before it."""
+        for store, row in self._replaced:
+            store.free.append(row)
+        self._committed, self._replaced = {}, []
 
-    def settled(self) -> dict[int, Tree]:
-        """What each client kept when the last round was settled; to be read at once, as with ``view``."""
-        places = {client: self._before.get(client, place) for client, place in self._places.items()}
-        return {client: place.shelf.read(place.row) for client, place in places.items() if place is not None}
+    def committed(self) -> dict[int, Tree]:
+        """Views of the clients' states at the last commit; read them at once, as with ``view``."""
+        slots = {client: self._committed.get(client, slot) for client, slot in self._slots.items()}
+        return {client: slot.store.read(slot.row) for client, slot in slots.items() if slot is not None}
 
     def restore(self, states: Mapping[int, Tree]) -> None:
-        """Keep just these."""
+        """Replace all states by these."""
         self.__init__()  # type: ignore[misc]
         for client, state in states.items():
             self.put([client], state)
-        self.settle()
+        self.commit_round()
 
 
-class _Place(NamedTuple):
-    shelf: _Shelf
+class _Slot(NamedTuple):
+    store: _RowStore
     row: int
 
 
-class _Shelf:
-    """Rows for states of one shape: blocks of rows, each with one tensor for each of a state's."""
+class _RowStore:
+    """Rows for states of one shape, in blocks; a block has one tensor per leaf of a state."""
 
     def __init__(self, states: Tree) -> None:
         self._like = tree.map(lambda leaf: leaf.new_empty((0, *leaf.shape[1:])), states)
@@ -86,7 +86,7 @@ class _Shelf:
         self.free: list[int] = []
 
     def write(self, states: Tree, count: int) -> list[int]:
-        """Put states in free rows, and say which."""
+        """Write states to free rows, and return these."""
         rows = [self.free.pop() if self.free else self._next() for _ in range(count)]
         blocks: dict[int, list[int]] = {}
         for k, row in enumerate(rows):
@@ -99,12 +99,12 @@ class _Shelf:
         return rows
 
     def read(self, row: int) -> Tree:
-        """The state in a row, as views."""
+        """The state in a row, as a view."""
         parts = iter([kept[row % self._rows] for kept in self._blocks[row // self._rows]])
         return tree.map(lambda _: next(parts), self._like)
 
     def _next(self) -> int:
-        """A row that was never used; a block is made when its first row is, and takes room as its rows are."""
+        """A row that was never used. A block is allocated with its first row, and paged in as rows are written."""
         if self._used == len(self._blocks) * self._rows:
             like = tree.leaves(self._like)
             self._blocks.append([leaf.new_empty((self._rows, *leaf.shape[1:])) for leaf in like])

@@ -1,4 +1,4 @@
-"""Replies that stay in the process that has them: what all need of them is added up or gathered."""
+"""Replies that stay on their rank; what all ranks need of them is reduced or gathered."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from comfedl.utils.tree import Tree
 
 
 class ReducedReplies(Replies):
-    """The replies of clients that live in several processes; every one of these makes the same calls.
+    """The replies of clients on several ranks; all ranks must make the same calls.
 
     Args:
-        clients: all clients that were asked, in order.
-        local: the replies of those among them that live here.
-        owner: in which process each client lives.
-        nbytes: how many bytes all replies hold; None is not known yet.
+        clients: all clients asked, in order.
+        local: the replies of those on this rank.
+        owner: the rank of each client.
+        nbytes: the total size of all replies in bytes; None if not yet known.
     """
 
     def __init__(
@@ -35,60 +35,60 @@ class ReducedReplies(Replies):
         self._everywhere = len(np.unique(owners)) == group.size
 
     def numbers(self, name: str) -> Tensor:
-        return self._spread(self._local.numbers(name) if len(self._places) else None)
+        return self._gather_numbers(self._local.numbers(name) if len(self._places) else None)
 
     def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
-        return self._spread(self._local.squared_distances(path, origin) if len(self._places) else None)
+        return self._gather_numbers(self._local.squared_distances(path, origin) if len(self._places) else None)
 
-    def _spread(self, own: Tensor | None) -> Tensor:
-        """One number a client from those that live here; to add nothing to a number changes no bit of it."""
-        whole = torch.zeros(len(self.clients), dtype=torch.float64)
+    def _gather_numbers(self, own: Tensor | None) -> Tensor:
+        """One number per client, from those on this rank; a sum with zeros is exact."""
+        numbers = torch.zeros(len(self.clients), dtype=torch.float64)
         if own is not None:
-            whole[self._places] = own
-        return self._group.sum(whole)
+            numbers[self._places] = own
+        return self._group.sum(numbers)
 
     def weighted_sum(self, name: str, weights: Tensor) -> Tree:
         own = self._local.weighted_sum(name, weights[self._places]) if len(self._places) else None
-        if not self._everywhere:  # who has no reply does not know what one is like
-            own = self._like(own)
-        kinds: dict[torch.dtype, list[int]] = {}
+        if not self._everywhere:  # a rank without replies does not know their structure
+            own = self._with_structure(own)
+        by_dtype: dict[torch.dtype, list[int]] = {}
         leaves = list(tree.leaves(own))
         for k, leaf in enumerate(leaves):
-            kinds.setdefault(leaf.dtype, []).append(k)
-        for ks in kinds.values():
-            for k, whole in zip(ks, self._total([leaves[k] for k in ks]), strict=True):
-                leaves[k] = whole
+            by_dtype.setdefault(leaf.dtype, []).append(k)
+        for ks in by_dtype.values():
+            for k, total in zip(ks, self._reduce([leaves[k] for k in ks]), strict=True):
+                leaves[k] = total
         found = iter(leaves)
         return tree.map(lambda _: next(found), own)
 
-    def _total(self, leaves: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Everybody's tensors of one type added up, all at once; whole numbers take their maximum."""
+    def _reduce(self, leaves: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Sums over ranks of tensors of one dtype, in a single all-reduce; integers take their maximum."""
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
         real = flat.is_floating_point()
-        whole = self._group.sum(flat) if real else self._group.largest(flat.long()).to(flat.dtype)
-        for part, leaf in zip(torch.split(whole, [leaf.numel() for leaf in leaves]), leaves, strict=True):
+        total = self._group.sum(flat) if real else self._group.max(flat.long()).to(flat.dtype)
+        for part, leaf in zip(torch.split(total, [leaf.numel() for leaf in leaves]), leaves, strict=True):
             yield part.view(leaf.shape).clone()
 
-    def _like(self, own: Tree) -> Tree:
-        """What is to be added where there is no reply: nothing, in the form of one."""
-        form = None
+    def _with_structure(self, own: Tree) -> Tree:
+        """This rank's sum, or a neutral element with the structure of the others'."""
+        structure = None
         if self._group.rank == self._first:
             leaves = list(tree.leaves(own))
-            form = tree.map(lambda _: None, own), [(leaf.shape, leaf.dtype, leaf.is_cuda) for leaf in leaves]
-        shape, kinds = self._group.told(form, self._first)
+            structure = tree.map(lambda _: None, own), [(leaf.shape, leaf.dtype, leaf.is_cuda) for leaf in leaves]
+        skeleton, specs = self._group.broadcast_object(structure, self._first)
         if own is not None:
             return own
-        filled = iter([_nothing(*kind) for kind in kinds])
-        return tree.map(lambda _: next(filled), shape)
+        filled = iter([_neutral(*spec) for spec in specs])
+        return tree.map(lambda _: next(filled), skeleton)
 
     def each(self, name: str) -> Iterator[Tree]:
-        return iter(self._in_order(list(self._local.each(name))))
+        return iter(self._gather_in_order(list(self._local.each(name))))
 
-    def _in_order(self, own: Sequence[Tree]) -> list[Tree]:
-        """Everybody's trees, one a client."""
+    def _gather_in_order(self, own: Sequence[Tree]) -> list[Tree]:
+        """All ranks' trees, one per client."""
         device = next((leaf.device for part in own for leaf in tree.leaves(part)), torch.device("cpu"))
         found: list[Tree] = [None] * len(self.clients)
-        for places, parts in self._group.gathered((self._places.tolist(), [packed(part) for part in own])):
+        for places, parts in self._group.all_gather_objects((self._places.tolist(), [cpu_copy(part) for part in own])):
             for place, part in zip(places, parts, strict=True):
                 found[place] = tree.map(lambda leaf: leaf.to(device), part)
         return found
@@ -97,7 +97,7 @@ class ReducedReplies(Replies):
         local = self._local.scores(name) if len(self._places) else []
         own = [(names, self._places.numpy()[places], values) for names, places, values in local]
         groups: dict[tuple[str, ...], list[Scores]] = {}
-        for names, places, values in (scores for everybody in self._group.gathered(own) for scores in everybody):
+        for names, places, values in (scores for local in self._group.all_gather_objects(own) for scores in local):
             groups.setdefault(names, []).append(Scores(names, places, values))
         found = []
         for names, scores in groups.items():
@@ -106,11 +106,11 @@ class ReducedReplies(Replies):
             found.append(Scores(names, places[order], np.concatenate([part.values for part in scores])[order]))
         return found
 
-    def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
-        own = self._local.faults(fault)
-        if not any(count for (count,) in self._group.rows([len(own)])):
+    def find_faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
+        own = self._local.find_faults(fault)
+        if not any(count for (count,) in self._group.all_gather_ints([len(own)])):
             return {}
-        found = {client: reason for part in self._group.gathered(own) for client, reason in part.items()}
+        found = {client: reason for part in self._group.all_gather_objects(own) for client, reason in part.items()}
         return {client: found[client] for client in dict.fromkeys(self.clients) if client in found}
 
     def without(self, clients: Collection[int]) -> ReducedReplies:
@@ -119,16 +119,17 @@ class ReducedReplies(Replies):
 
     def nbytes(self) -> int:
         if self._nbytes is None:
-            self._nbytes = sum(count for (count,) in self._group.rows([self._local.nbytes()]))
+            self._nbytes = sum(count for (count,) in self._group.all_gather_ints([self._local.nbytes()]))
         return self._nbytes
 
 
-def packed(part: Tree) -> Tree:
-    """A tree as it travels: on the CPU, and without what its tensors are views of."""
+def cpu_copy(part: Tree) -> Tree:
+    """A tree to send: on the CPU, and copied, so that views do not carry their base tensor along."""
     return tree.map(lambda leaf: leaf.detach().cpu().clone(), part)
 
 
-def _nothing(shape: torch.Size, dtype: torch.dtype, cuda: bool) -> Tensor:
+def _neutral(shape: torch.Size, dtype: torch.dtype, cuda: bool) -> Tensor:
+    """The neutral element of a sum, or of a maximum of integers."""
     device = "cuda" if cuda else "cpu"
     if dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The embedded engine: all clients live in this process."""
+"""The embedded engine: all clients run in this process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ from torch import Tensor
 from comfedl.core.learner import Learner
 from comfedl.core.protocol import Engine, Outcome, Replies, Step, check_finite
 from comfedl.data.federated import FederatedData
-from comfedl.engines.client_states import States
+from comfedl.engines.client_states import ClientStates
 from comfedl.engines.kernels import accelerate
-from comfedl.engines.replies import LocalReplies, Part, StackedReplies, certain, defined, repeated, stacked, unstacked
-from comfedl.engines.sampling import Drawn, Given, Sizes, alike, portions
+from comfedl.engines.replies import (
+    LocalReplies,
+    Part,
+    StackedReplies,
+    drop_undefined_scores,
+    expand_tree,
+    required_parts,
+    stack_trees,
+    unstack_tree,
+)
+from comfedl.engines.sampling import IntArray, StepBatches, StepPlan, chunk_slices, group_clients
 from comfedl.engines.stacked import Stacked
 from comfedl.engines.thread_pool import ThreadPool
 from comfedl.utils import checks, rng, tree
@@ -29,27 +38,27 @@ logger = logging.getLogger("comfedl")
 
 __all__ = ["Embedded", "LocalReplies"]
 
-# How many clients at most run at once: more leave the processor's cache and gain nothing.
-MOST = 50
-# How often a client's parameters and batches are in memory at once: models before and after, gradients, activations.
+# Clients that run at once, at most: more would not fit the CPU cache, and are no faster.
+MAX_STACKED = 50
+# Copies of a client's parameters and batches in memory at once: models before and after, gradients, activations.
 COPIES = 6
-# Up to how many clients it is kept what each of them gives for a step: for more it takes memory, and little time.
-KEPT = 10_000
+# A step's plan is cached for up to this many clients; for more, that saves little time and takes much memory.
+MAX_CACHED = 10_000
 
 
 class Embedded(Engine):
-    """Runs client steps, many clients at once where that is faster; a client's state is kept here.
+    """Runs client steps, many clients at once where that is faster, and stores the clients' states.
 
     Args:
-        state: what a client starts with; the engine shares it between clients until they change it.
-        vectorize: "stack" runs dense models of many clients as batched matrix products, "vmap" any model by
-            torch.func.vmap, "serial" one client after another; "auto" stacks where it can. The numbers are the same,
-            to rounding.
-        memory_mb: how much memory the clients that run at once may take, roughly.
-        workers: how many threads at most share the clients out; "auto" is as many as torch would use. The numbers are
+        state: every client's initial state; it is shared until a client changes it.
+        vectorize: "stack" runs dense models of many clients as batched matrix products, "vmap" any model with
+            torch.func.vmap, "serial" one client after another; "auto" stacks if it can. The results agree up to
+            rounding.
+        memory_mb: roughly how much memory the clients that run at once may use.
+        workers: the largest number of threads to run clients on; "auto" is torch's number of threads. The results are
             the same.
-        keep_memory: have the C library keep up to ``memory_mb`` of freed memory for the next round, in large pages if
-            the system has them. This is a setting of the whole process (mallopt, madvise); False leaves it alone.
+        keep_memory: let the C library keep up to ``memory_mb`` of freed memory for the next round, in large pages if
+            available. This affects the whole process (mallopt, madvise); False leaves it alone.
     """
 
     def __init__(
@@ -74,11 +83,11 @@ class Embedded(Engine):
         logger.info("Clients run %s.", reason)
         threads = torch.get_num_threads() if workers == "auto" else int(workers)
         self._threads = ThreadPool(threads if self._thread_safe else 1)
-        self._learners = {0: (self._one, self._many)}  # by the thread that uses them: a module is not for two at a time
+        self._learners = {0: (self._one, self._many)}  # one pair per thread: modules are not thread-safe
         self._initial = state
-        self._states = States()
-        self._lock = threading.Lock()  # of the states, which the threads put away
-        self._given: dict[str, Given] = {}  # of each step, for those who were asked last
+        self._states = ClientStates()
+        self._lock = threading.Lock()  # guards the states, which worker threads write
+        self._plans: dict[str, StepPlan] = {}  # of each step, for the clients asked last
         self._scratch: dict[int, Tree] = {}
         self._round, self._bytes = 0, 0
 
@@ -89,18 +98,18 @@ class Embedded(Engine):
         return self._run(step, clients, message, round)
 
     def held(self) -> dict[int, Tree]:
-        """What clients hold for the rest of the round."""
+        """The clients' scratch states, which last until the end of the round."""
         return self._scratch
 
     def hold(self, round: int, scratch: Mapping[int, Tree]) -> None:
-        """Have clients hold this for the rest of a round, where its steps are not all done by one engine."""
+        """Set the clients' scratch states, if another engine ran the earlier steps of the round."""
         self._round, self._scratch = round, dict(scratch)
 
     def states(self) -> dict[int, Tree]:
-        return self._states.settled()
+        return self._states.committed()
 
-    def settle(self) -> None:
-        self._states.settle()
+    def commit_round(self) -> None:
+        self._states.commit_round()
 
     def restore(self, states: Mapping[int, Tree]) -> None:
         self._states.restore(states)
@@ -108,133 +117,133 @@ class Embedded(Engine):
     def _run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
         named = self._steps[step]
         asked = list(dict.fromkeys(clients))
-        given = self._given.get(step)
-        if given is None or given.asked != asked:
-            given = Given(self._data, named.draws, asked)
-            if len(asked) <= KEPT:
-                self._given[step] = given
-        drawn = Drawn(given, step, self._seed, round)
+        plan = self._plans.get(step)
+        if plan is None or plan.asked != asked:
+            plan = StepPlan(self._data, named.draws, asked)
+            if len(asked) <= MAX_CACHED:
+                self._plans[step] = plan
+        batches = StepBatches(plan, step, self._seed, round)
         received = self._one.to_layout(message)
-        chunks = list(self._chunks(named, given))
+        chunks = list(self._chunks(named, plan))
         if len(chunks) > 1:
-            self._equip()
+            self._copy_learners()
 
-        def outcome_of(worker: int, ks: Sizes) -> Outcome:
+        def outcome_of(worker: int, ks: IntArray) -> Outcome:
             one, many = self._learners[worker]
-            noise = partial(self._noise, named.noise or step, round)
+            noise = partial(self._noise_seed, named.noise or step, round)
             if len(ks) > 1:
                 assert many is not None
-                outcome = self._together(many, named, drawn, ks, message, noise)
+                outcome = self._run_many(many, named, batches, ks, message, noise)
             else:
-                outcome = self._alone(one, named, drawn, int(ks[0]), received, noise)
-            if outcome.state is not None:  # put away at once, lest all clients' are here twice
+                outcome = self._run_one(one, named, batches, int(ks[0]), received, noise)
+            if outcome.state is not None:  # stored at once, so that not all states are in memory twice
                 with self._lock:
-                    self._states.put(drawn.clients[ks].tolist(), outcome.state)
+                    self._states.put(batches.clients[ks].tolist(), outcome.state)
             return outcome._replace(state=None)
 
         parts: list[Part] = []
-        failed: dict[int, Diverged] = {}  # by the client's place among those that were asked
-        with _threads_for(self._bytes, self._threads.workers > 1 and len(chunks) > 1):
+        failed: dict[int, Diverged] = {}  # by the client's position among those asked
+        with _torch_threads(self._bytes, self._threads.workers > 1 and len(chunks) > 1):
             outcomes = self._threads.run(step, outcome_of, chunks)
         for ks, outcome in zip(chunks, outcomes, strict=True):
-            who: list[int] = drawn.clients[ks].tolist()
-            failed |= self._failed(round, ks.tolist(), who, outcome._replace(reply=certain(outcome.reply)))
-            parts += defined(Part(who, outcome.reply, finite=True))  # or the run ends here
+            who: list[int] = batches.clients[ks].tolist()
+            required = outcome._replace(reply=required_parts(outcome.reply))
+            failed |= self._find_diverged(round, ks.tolist(), who, required)
+            parts += drop_undefined_scores(Part(who, outcome.reply, finite=True))  # finite, or ``failed`` ends the run
             if outcome.scratch is not None:
-                _keep(self._scratch, who, outcome.scratch)
+                _store_scratch(self._scratch, who, outcome.scratch)
         if failed:
             raise failed[min(failed)]
         if all(len(part.clients) == 1 for part in parts):
             replies = {part.clients[0]: part.reply for part in parts}
             return LocalReplies(clients, [replies[i] for i in clients])
-        return StackedReplies(
-            clients, [part if len(part.clients) > 1 else Part(part.clients, stacked([part.reply])) for part in parts]
-        )
+        stacked = [p if len(p.clients) > 1 else Part(p.clients, stack_trees([p.reply])) for p in parts]
+        return StackedReplies(clients, stacked)
 
-    def _equip(self) -> None:
-        """Learners for every thread, made while none is in use: inside vmap a module cannot be copied."""
+    def _copy_learners(self) -> None:
+        """One copy of the learners per thread, made while none is in use: modules cannot be copied inside vmap."""
         one, many = self._learners[0]
         for worker in range(len(self._learners), self._threads.workers):
             self._learners[worker] = one.copy(), None if many is None else many.copy()
 
-    def _noise(self, purpose: str, round: int, client: int) -> int:
-        """The seed of a client's dropout and the like."""
+    def _noise_seed(self, purpose: str, round: int, client: int) -> int:
+        """The seed of a client's dropout and other noise."""
         return rng.key(self._seed, f"{purpose}/torch", round, self.names[client]) >> 1
 
-    def _chunks(self, named: Step, given: Given) -> Iterator[Sizes]:
-        """The clients that run at once, as places in ``given``."""
+    def _chunks(self, named: Step, plan: StepPlan) -> Iterator[IntArray]:
+        """The clients that run at once, as positions in ``plan``."""
         if self._many is None or not named.elementwise:
-            yield from np.arange(len(given.clients))[:, None]
+            yield from np.arange(len(plan.clients))[:, None]
             return
-        stateless = [not self._has_state(i) for i in given.asked]
-        most = int(self._memory / (COPIES * (self._bytes + given.nbytes)))
-        for ks in alike(given, stateless, self._many.ragged):
-            for portion in portions(given.whole[ks], max(1, min(MOST, most))):
+        stateless = [not self._has_state(i) for i in plan.asked]
+        most = int(self._memory / (COPIES * (self._bytes + plan.nbytes)))
+        for ks in group_clients(plan, stateless, self._many.ragged):
+            for portion in chunk_slices(plan.whole[ks], max(1, min(MAX_STACKED, most))):
                 yield ks[portion]
 
-    def _alone(
+    def _run_one(
         self,
         learner: Learner,
         named: Step,
-        drawn: Drawn,
+        batches: StepBatches,
         k: int,
         message: dict[str, Tree],
         noise: Callable[[int], int],
     ) -> Outcome:
         """One client's step."""
-        client = int(drawn.clients[k])
+        client = int(batches.clients[k])
         state = self._state(client)
-        state = None if state is None else tree.map(torch.clone, state)  # it may be a view of what is kept
+        state = None if state is None else tree.map(torch.clone, state)  # it may be a view of the stored state
         state = learner.to_layout(state)
         if self._thread_safe:
-            outcome = named.run(learner, message, state, drawn.of_one(k))
+            outcome = named.run(learner, message, state, batches.of_one(k))
         else:
-            # Dropout and the like draw from torch's own generator: it is keyed too, and given back as it was.
+            # Dropout and other noise draw from torch's global generator: seed it per client, and restore it after.
             with torch.random.fork_rng(devices=self._devices()):
-                # Where only the CPU's generator is drawn from, torch.manual_seed would be ten times the work.
+                # On the CPU alone, seeding its generator is ten times as fast as torch.manual_seed.
                 seed = noise(client)
                 torch.manual_seed(seed) if self._devices() else torch.default_generator.manual_seed(seed)
-                outcome = named.run(learner, message, state, drawn.of_one(k))
+                outcome = named.run(learner, message, state, batches.of_one(k))
         reply, state, scratch = map(learner.from_layout, (outcome.reply, outcome.state, outcome.scratch))
         return outcome._replace(reply=reply, state=state, scratch=scratch)
 
-    def _together(
+    def _run_many(
         self,
         learner: Stacked,
         named: Step,
-        drawn: Drawn,
-        ks: Sizes,
+        batches: StepBatches,
+        ks: IntArray,
         message: dict[str, Tree],
         noise: Callable[[int], int],
     ) -> Outcome:
-        """The step of many clients, their tensors stacked."""
+        """The step of many clients, on stacked tensors."""
         count = len(ks)
         received = {
-            # A lone number is the same for all, and stays one.
-            name: part if isinstance(part, Tensor) and part.ndim == 0 else repeated(part, count)
+            # A scalar is the same for all clients, and stays one.
+            name: part if isinstance(part, Tensor) and part.ndim == 0 else expand_tree(part, count)
             for name, part in message.items()
         }
-        who: list[int] = drawn.clients[ks].tolist()
+        who: list[int] = batches.clients[ks].tolist()
         states = [self._state(i) for i in who]
-        state = None if states[0] is None else stacked(states)
+        state = None if states[0] is None else stack_trees(states)
         learner.seed(noise, who)
         try:
-            outcome = named.run(learner, received, state, drawn.of_many(ks))
+            outcome = named.run(learner, received, state, batches.of_many(ks))
         except RuntimeError as error:
             if "vmap" not in str(error):
                 raise
             raise ConfigError(
-                'The model or the loss cannot be run for many clients at once; use vectorize = "serial". '
-                f"torch says: {error}"
+                'The model or the loss cannot run many clients at once; use vectorize = "serial". '
+                f"The error from torch: {error}"
             ) from error
         reply = tree.map(lambda leaf: leaf.expand(count) if leaf.ndim == 0 else leaf, outcome.reply)
         return outcome._replace(reply=reply)
 
-    def _failed(self, round: int, ks: list[int], who: list[int], outcome: Outcome) -> dict[int, Diverged]:
-        """Which of these clients have left the finite numbers."""
+    def _find_diverged(self, round: int, ks: list[int], who: list[int], outcome: Outcome) -> dict[int, Diverged]:
+        """The errors of those clients whose training diverged (NaN or infinity)."""
         if tree.finite([dict(outcome.watched), outcome.reply]):
             return {}
-        replies = [outcome.reply] if len(who) == 1 else unstacked(outcome.reply, len(who))
+        replies = [outcome.reply] if len(who) == 1 else unstack_tree(outcome.reply, len(who))
         failed = {}
         for place, (k, i) in enumerate(zip(ks, who, strict=True)):
             watched = outcome.watched
@@ -247,7 +256,7 @@ class Embedded(Engine):
         return failed
 
     def _state(self, client: int) -> Tree:
-        """What a client's next step gets: what it holds for this round, or what it keeps."""
+        """The state for a client's next step: its scratch state in this round, or its stored one."""
         if client in self._scratch:
             return self._scratch[client]
         return self._states.view(client) if client in self._states else self._initial
@@ -256,28 +265,28 @@ class Embedded(Engine):
         return self._initial is not None or client in self._scratch or client in self._states
 
     def _devices(self) -> list[torch.device]:
-        """The accelerator that the clients are on, if any: its generator is kept apart as well."""
+        """The GPU that the clients are on, if any: its generator is restored as well."""
         device = self._data.train.x.device
         return [device] if device.type == "cuda" else []
 
 
-def _keep(states: dict[int, Tree], who: list[int], state: Tree) -> None:
-    """Keep what each client holds for the rest of the round."""
+def _store_scratch(states: dict[int, Tree], who: list[int], state: Tree) -> None:
+    """Store the clients' scratch states for the rest of the round."""
     if len(who) == 1:
         states[who[0]] = state
         return
-    # Each gets tensors of its own, lest one client's state holds on to all others'; but they share what is shared.
-    for i, own in zip(who, unstacked(state, len(who)), strict=True):
+    # Rows are cloned, since a view would keep all clients' rows alive; expanded tensors stay shared.
+    for i, own in zip(who, unstack_tree(state, len(who)), strict=True):
         states[i] = tree.map(lambda leaf, all: leaf.clone() if all.stride(0) else leaf, own, state)
 
 
-# Below this many bytes a model's operations are too short to share: a second thread only waits for the first.
+# Below this size in bytes, a model's operations are too short for several threads.
 SMALL = 400_000
 
 
 @contextmanager
-def _threads_for(size: int, shared: bool) -> Iterator[None]:
-    """One thread a client for a small model or where threads share clients out, torch's own choice otherwise."""
+def _torch_threads(size: int, shared: bool) -> Iterator[None]:
+    """Run torch on one thread if the model is small or clients run on several threads, else on its usual number."""
     threads = torch.get_num_threads()
     if threads == 1 or (size > SMALL and not shared):
         yield

@@ -1,6 +1,6 @@
-"""The processes of a distributed run and what they say to one another: torch.distributed, with errors to read.
+"""The processes of a distributed run: torch.distributed, with readable errors.
 
-All of a group make the same calls in the same order. Sums are the same to the bit in all of them.
+All processes make the same calls in the same order. Sums are bit-identical on all of them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ BACKENDS = ("auto", "gloo", "nccl")
 
 
 class Group:
-    """All processes that torchrun has started, numbered from 0.
+    """All processes that torchrun started, numbered from 0.
 
     Args:
-        backend: "gloo", "nccl", or "auto", which is nccl for tensors on a GPU and gloo for all others.
-        timeout_s: how long to wait for another process, in seconds.
-        device: where the tensors are.
+        backend: "gloo", "nccl", or "auto": nccl for tensors on a GPU, else gloo.
+        timeout_s: how many seconds to wait for another process.
+        device: the device of the tensors.
     """
 
     def __init__(self, backend: str, timeout_s: float, device: torch.device) -> None:
@@ -37,98 +37,97 @@ class Group:
             raise ConfigError("backend is 'nccl', but the model is not on a GPU; use 'auto' or 'gloo'.")
         self._timeout = timeout_s
         nccl = backend == "nccl" or (backend == "auto" and device.type == "cuda")
-        self._device = device if nccl else torch.device("cpu")  # where tensors are when they travel
+        self._device = device if nccl else torch.device("cpu")  # on which tensors are sent
         if not dist.is_available():
-            raise ConfigError("This torch was built without torch.distributed; install another, or use 'embedded'.")
+            raise ConfigError("This build of torch lacks torch.distributed; install another, or use 'embedded'.")
         if not dist.is_initialized():
-            self._begin("cpu:gloo,cuda:nccl" if nccl else "gloo")  # numbers are on the CPU in any case
+            self._init("cpu:gloo,cuda:nccl" if nccl else "gloo")  # integers and objects are always sent by gloo
             atexit.register(self.leave)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def _begin(self, backend: str) -> None:
-        from torch.distributed.distributed_c10d import PrefixStore  # a torch may be built without
+    def _init(self, backend: str) -> None:
+        from torch.distributed.distributed_c10d import PrefixStore  # missing in some builds of torch
         from torch.distributed.rendezvous import rendezvous
 
         timeout = timedelta(seconds=self._timeout)
-        with self._reaching():
+        with self._rank_errors():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
-            store = PrefixStore(_met(store, rank, size, self._timeout), store)
+            store = PrefixStore(_agree_on_prefix(store, rank, size, self._timeout), store)
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of everybody's tensor."""
-        return self._reduced(part, dist.ReduceOp.SUM)
+        """The sum of all ranks' tensors."""
+        return self._all_reduce(part, dist.ReduceOp.SUM)
 
-    def largest(self, part: Tensor) -> Tensor:
-        """The largest of everybody's numbers, place by place."""
-        return self._reduced(part, dist.ReduceOp.MAX)
+    def max(self, part: Tensor) -> Tensor:
+        """The elementwise maximum of all ranks' tensors."""
+        return self._all_reduce(part, dist.ReduceOp.MAX)
 
-    def _reduced(self, part: Tensor, how: Any) -> Tensor:
-        travels = part.to(self._device if part.is_cuda else "cpu", copy=True)
-        with self._reaching():
-            dist.all_reduce(travels, how)
-        return travels.to(part.device)
+    def _all_reduce(self, part: Tensor, how: Any) -> Tensor:
+        buffer = part.to(self._device if part.is_cuda else "cpu", copy=True)
+        with self._rank_errors():
+            dist.all_reduce(buffer, how)
+        return buffer.to(part.device)
 
-    def rows(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Everybody's whole numbers, by rank."""
+    def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
+        """All ranks' integers, by rank."""
         own = torch.tensor(numbers, dtype=torch.int64)
         found = [torch.empty_like(own) for _ in range(self.size)]
-        with self._reaching():
+        with self._rank_errors():
             dist.all_gather(found, own)
         return [row.tolist() for row in found]
 
-    def said(self, kind: int, value: int) -> tuple[int, int]:
-        """Two numbers as the first rank has them."""
+    def broadcast_ints(self, kind: int, value: int) -> tuple[int, int]:
+        """Rank 0's two integers, on all ranks."""
         numbers = torch.tensor([kind, value], dtype=torch.int64)
-        with self._reaching():
+        with self._rank_errors():
             dist.broadcast(numbers, 0)
         first, second = numbers.tolist()
         return first, second
 
-    def told(self, value: Any, by: int = 0) -> Any:
-        """Anything, as one rank has it."""
-        box = [value if self.rank == by else None]
-        with self._reaching():
-            dist.broadcast_object_list(box, by)
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """One rank's object, on all ranks."""
+        box = [value if self.rank == source else None]
+        with self._rank_errors():
+            dist.broadcast_object_list(box, source)
         return box[0]
 
-    def gathered(self, value: Any) -> list[Any]:
-        """What everybody has, by rank, for all to see."""
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """All ranks' objects, by rank, on all ranks."""
         found: list[Any] = [None] * self.size
-        with self._reaching():
+        with self._rank_errors():
             dist.all_gather_object(found, value)
         return found
 
-    def collected(self, value: Any) -> list[Any]:
-        """The same for the first rank alone; the others get nothing."""
+    def gather_objects(self, value: Any) -> list[Any]:
+        """All ranks' objects, by rank, on rank 0; the others get an empty list."""
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with self._reaching():
+        with self._rank_errors():
             dist.gather_object(value, found)
         return found or []
 
     def leave(self) -> None:
-        """Be of the group no longer: whoever waits for this process hears so at once."""
+        """Leave the group: processes that wait for this one fail at once."""
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 
     @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
+    def _rank_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             said = re.sub(r"\[/\S*\] ", "", str(error)).partition(". ")[0].partition("\n")[0].rstrip(".")
             raise RankLost(
                 f"Another process of the run has ended, or has not answered for {self._timeout:g} s ({said}); if the "
-                "run has written a checkpoint, go on from it with the same command and --resume."
+                "run has written a checkpoint, continue from it with the same command and --resume."
             ) from error
 
 
-def _met(store: Any, rank: int, size: int, timeout_s: float) -> str:
-    """A word that all processes of this start have, and those of an earlier one have not had.
+def _agree_on_prefix(store: Any, rank: int, size: int, timeout_s: float) -> str:
+    """A key prefix shared by all processes of this start of torchrun, and by none of an earlier one.
 
-    Torchrun keeps its store when it starts processes anew, with the addresses of the dead in it, and processes on
-    different hosts do not count the starts alike. So each process asks under a word of its own, and the first answers
-    until all have heard it.
+    When torchrun restarts processes it keeps its store, with the addresses of the dead ones, and hosts may count
+    restarts differently. So each process asks under a random key, and rank 0 answers until all have heard it.
     """
     own = uuid.uuid4().hex
     if rank > 0:
@@ -144,6 +143,6 @@ def _met(store: Any, rank: int, size: int, timeout_s: float) -> str:
             if store.check([f"comfedl/heard/{own}/{other}"]):
                 waits.remove(other)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"rank {min(waits)} has not come")
+            raise RuntimeError(f"rank {min(waits)} did not join")
         time.sleep(0.01)
     return own

@@ -1,4 +1,4 @@
-"""Replies that are all in this process: one by one, or stacked as they came from many clients at once."""
+"""Replies in this process: one by one, or stacked, as computed for many clients at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from comfedl.utils.tree import Tree
 
 
 class LocalReplies(Replies):
-    """Replies one by one."""
+    """One reply per client."""
 
     def __init__(self, clients: Sequence[int], replies: Sequence[dict[str, Tree]]) -> None:
         self.clients, self._replies = clients, replies
@@ -50,10 +50,10 @@ class LocalReplies(Replies):
         return (reply[name] for reply in self._replies)
 
     def whole(self) -> Sequence[dict[str, Tree]]:
-        """Every reply, with all its parts."""
+        """All replies, with all their parts."""
         return self._replies
 
-    def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
+    def find_faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
         found = {client: fault(reply) for client, reply in zip(self.clients, self._replies, strict=True)}
         return {client: reason for client, reason in found.items() if reason is not None}
 
@@ -66,23 +66,22 @@ class LocalReplies(Replies):
 
 
 class Part(NamedTuple):
-    """The replies of some clients: a tree whose tensors have these clients in front; and whether it is known to be
-    finite."""
+    """Stacked replies, with the clients as first dimension; ``finite`` if all values are known to be finite."""
 
     clients: Sequence[int]
     reply: dict[str, Tree]
     finite: bool = False
 
 
-def certain(reply: dict[str, Tree]) -> dict[str, Tree]:
-    """A reply without the scores that some data do not define: the numbers that must be finite."""
+def required_parts(reply: dict[str, Tree]) -> dict[str, Tree]:
+    """A reply without the scores that may be undefined: what must be finite."""
     if "scores" not in reply:
         return reply
     return {**reply, "scores": {name: score for name, score in reply["scores"].items() if not undefinable(name)}}
 
 
-def defined(part: Part) -> list[Part]:
-    """The same replies without scores that are not defined (not finite); clients with the same ones stay together."""
+def drop_undefined_scores(part: Part) -> list[Part]:
+    """The replies without undefined (NaN or infinite) scores, in one part per set of scores."""
     scores = part.reply.get("scores", {})
     gaps = {name: ~score.isfinite() for name, score in scores.items() if undefinable(name) and score.ndim}
     if not any(bool(gap.any()) for gap in gaps.values()):
@@ -101,13 +100,13 @@ def defined(part: Part) -> list[Part]:
 
 
 class StackedReplies(Replies):
-    """Replies in stacked parts; each client is in one of them, however often it was asked."""
+    """Replies in stacked parts; each client is in exactly one, even if its reply counts several times."""
 
     def __init__(self, clients: Sequence[int], parts: Sequence[Part]) -> None:
         self.clients, self._parts = clients, parts
         self._lengths = [len(part.clients) for part in parts]
         stored = [client for part in parts for client in part.clients]
-        self._in_order = stored == list(clients)  # then rows are replies
+        self._in_order = stored == list(clients)  # then row k is reply k
         row = {} if self._in_order else {client: k for k, client in enumerate(stored)}
         self._rows = torch.arange(len(stored)) if self._in_order else torch.tensor([row[client] for client in clients])
 
@@ -127,7 +126,7 @@ class StackedReplies(Replies):
         return tree.map(total, *(part.reply[name] for part in self._parts))
 
     def _by_row(self, weights: Tensor) -> Sequence[Tensor]:
-        """What each client in the parts weighs in all, part by part."""
+        """Each stored client's total weight, part by part."""
         total = weights.double()
         if not self._in_order:
             total = torch.zeros(sum(self._lengths), dtype=torch.float64).index_add_(0, self._rows, total)
@@ -144,7 +143,7 @@ class StackedReplies(Replies):
         return torch.cat([squares(part.reply).cpu() for part in self._parts])[self._rows]
 
     def each(self, name: str) -> Iterator[Tree]:
-        rows = [row for part in self._parts for row in unstacked(part.reply[name], len(part.clients))]
+        rows = [row for part in self._parts for row in unstack_tree(part.reply[name], len(part.clients))]
         return (rows[row] for row in self._rows.tolist())
 
     def scores(self, name: str) -> list[Scores]:
@@ -155,22 +154,22 @@ class StackedReplies(Replies):
         found = []
         for names, parts in kinds.items():
             numbers = [torch.stack([self._parts[k].reply[name][key].double().cpu() for key in names], 1) for k in parts]
-            # Which of these numbers each reply has: one that counts twice has the same ones twice.
-            place = np.full(ends[-1], -1)
+            # The row of each reply in this table; a reply that counts twice has its row twice.
+            row_in_table = np.full(ends[-1], -1)
             rows = np.concatenate([np.arange(ends[k] - self._lengths[k], ends[k]) for k in parts])
-            place[rows] = np.arange(len(rows))
-            chosen = place[self._rows.numpy()]
+            row_in_table[rows] = np.arange(len(rows))
+            chosen = row_in_table[self._rows.numpy()]
             found.append(Scores(names, np.flatnonzero(chosen >= 0), torch.cat(numbers).numpy()[chosen[chosen >= 0]]))
         return [scores for scores in found if len(scores.places)]
 
-    def faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
+    def find_faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
         found: dict[int, str] = {}
         for part in self._parts:
-            # All rows have one shape: where the first is right and all are finite, so are the others.
+            # All rows have the same shapes: if the first is valid and all are finite, all are valid.
             first = tree.map(lambda leaf: leaf.select(0, 0), part.reply)
             if fault(first) is None and (part.finite or tree.finite(part.reply)):
                 continue
-            rows = zip(part.clients, unstacked(part.reply, len(part.clients)), strict=True)
+            rows = zip(part.clients, unstack_tree(part.reply, len(part.clients)), strict=True)
             found |= {client: reason for client, row in rows if (reason := fault(row)) is not None}
         return found
 
@@ -184,8 +183,8 @@ class StackedReplies(Replies):
         return sum(each[row] for row in self._rows.tolist())
 
 
-def stacked(trees: Sequence[Tree]) -> Tree:
-    """Trees as one with them in front; what is one and the same tensor in all is expanded, not copied."""
+def stack_trees(trees: Sequence[Tree]) -> Tree:
+    """Stack trees along a new first dimension; a tensor that all of them share is expanded, not copied."""
 
     def stack(*leaves: Tensor) -> Tensor:
         first = leaves[0]
@@ -196,13 +195,13 @@ def stacked(trees: Sequence[Tree]) -> Tree:
     return tree.map(stack, *trees)
 
 
-def repeated(one: Tree, count: int) -> Tree:
-    """A tree as ``stacked`` gives it for one that many clients have."""
+def expand_tree(one: Tree, count: int) -> Tree:
+    """A stack of ``count`` times the same tree, without a copy."""
     return tree.map(lambda leaf: leaf.expand(count, *leaf.shape), one)
 
 
-def unstacked(stack: Tree, count: int) -> list[Tree]:
-    """The trees that make up a stacked one, as views."""
+def unstack_tree(stack: Tree, count: int) -> list[Tree]:
+    """The trees of a stack, as views."""
     columns = [leaf.unbind() for leaf in tree.leaves(stack)]
     rows = []
     for k in range(count):

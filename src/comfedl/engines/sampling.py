@@ -1,4 +1,4 @@
-"""The batches of a step: which clients can run it together, and what each of them draws."""
+"""The batches of a step: what each client draws, and which clients can run together."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ from comfedl.data.federated import FederatedData, Split
 from comfedl.engines.stacked import Ragged
 from comfedl.utils import rng
 
-Sizes = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
-# What a client's part of a draw is, beside its size where it is all the client has.
-NOTHING, DRAWN = -1, 0
-# How many rounds at most are drawn at once, and how many numbers.
+# A client's extent in a draw, if it is not the number of samples of a client that uses all it has.
+NO_DATA, SAMPLED = -1, 0
+# Limits on drawing ahead: rounds, and random numbers.
 ROUNDS, NUMBERS = 8, 20_000
 
 
-def extents(split: Split | None, draw: Draw, clients: Sizes) -> Sizes:
-    """For each client how many samples it gives whole, or ``DRAWN``, or ``NOTHING``."""
+def extents(split: Split | None, draw: Draw, clients: IntArray) -> IntArray:
+    """For each client its number of samples if it uses all of them, else ``SAMPLED`` or ``NO_DATA``."""
     if split is None:
-        return np.full(len(clients), NOTHING)
+        return np.full(len(clients), NO_DATA)
     have = split.sizes[clients]
     whole = (have > 0) if draw.size is None else (have > 0) & (have <= draw.size if draw.bounded else False)
-    return np.where(have == 0, NOTHING, np.where(whole, have, DRAWN))
+    return np.where(have == 0, NO_DATA, np.where(whole, have, SAMPLED))
 
 
-class Room:
-    """Memory that one batch after another is put into.
+class BatchBuffer:
+    """Memory that is reused for one batch after another, and across rounds.
 
-    It stays where it is between rounds: asked for and given back each time, it would leave holes that the next one does
-    not quite fit into.
+    Allocating and freeing it every time would fragment the heap.
     """
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def of(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """A tensor of this shape, of the type and on the device of another one."""
+        """A tensor of this shape, with the dtype and device of ``like``."""
         size = math.prod(shape)
         memory = self._memory
         if memory is None or len(memory) < size or memory.dtype != like.dtype or memory.device != like.device:
@@ -54,17 +53,17 @@ class Room:
         return memory[:size].view(shape)
 
 
-class Gathered(Sequence[Batch]):
-    """Batches at these places of a split, local steps first; each is gathered when it is asked for.
+class LazyBatches(Sequence[Batch]):
+    """Batches of the samples at these indices, [steps, ..., samples]; each is gathered when it is accessed.
 
-    So no more than one is in memory, and it is still in the processor's cache when it is used.
+    So at most one is in memory, and it is still in the CPU cache when it is used.
     """
 
-    def __init__(self, split: Split, places: Sizes) -> None:
+    def __init__(self, split: Split, places: IntArray) -> None:
         self._split, self._shape = split, places.shape[1:]
         rows = split.rows_at(places)
         self._rows = rows.view(len(places), math.prod(self._shape)).unbind()
-        # Labels are small: those of all steps are gathered at once.
+        # Labels are small: gather those of all steps at once.
         self._labels = split.y.index_select(0, rows).view(places.shape).unbind() if split.y.ndim == 1 else None
         self._latest: tuple[int, Batch] | None = None
 
@@ -80,15 +79,15 @@ class Gathered(Sequence[Batch]):
     def __getitem__(self, k: int | slice) -> Batch | Sequence[Batch]:
         if isinstance(k, slice):
             return [self[place] for place in range(len(self))[k]]
-        if self._latest is None or self._latest[0] != k:  # a step may use one batch for both maps
-            self._latest = None  # its memory serves for the next
+        if self._latest is None or self._latest[0] != k:  # a local step may use a batch twice, for both maps
+            self._latest = None  # frees its memory for the next one
             self._latest = k, self._gathered(k)
         return self._latest[1]
 
-    def in_turn(self, room: Room) -> Iterator[Batch]:
-        """All batches, one after another, each x in the same place of this room: the next one is written over it."""
+    def iterate(self, buffer: BatchBuffer) -> Iterator[Batch]:
+        """All batches in order; each x is in this buffer, and is overwritten by the next."""
         x = self._split.x
-        out = room.of((math.prod(self._shape), *x.shape[1:]), x)
+        out = buffer.of((math.prod(self._shape), *x.shape[1:]), x)
         shaped = out.view(*self._shape, *x.shape[1:])
         for k, rows in enumerate(self._rows):
             torch.index_select(x, 0, rows, out=out)
@@ -105,30 +104,30 @@ class Gathered(Sequence[Batch]):
         return y.view(*self._shape, *y.shape[1:])
 
 
-class Drawers:
-    """Those of the asked clients who draw batches from a split.
+class BatchSampler:
+    """Draws the batches of those clients that sample from a split.
 
-    Of a few clients who draw in one round after another, several rounds are drawn at once: a draw depends on its key
-    alone, and most of the time would go into the calls.
+    A draw depends only on its key (seed, purpose, round, client). So for few clients, once the same ones take part in
+    two rounds in a row, several rounds are drawn at once to save the overhead of calls.
     """
 
-    def __init__(self, split: Split, draw: Draw, clients: Sizes, drawing: NDArray[np.bool_]) -> None:
+    def __init__(self, split: Split, draw: Draw, clients: IntArray, drawing: NDArray[np.bool_]) -> None:
         assert draw.size is not None
         who = clients[drawing]
-        self.place: Sizes = np.cumsum(drawing) - 1  # where each asked client is among them
+        self.place: IntArray = np.cumsum(drawing) - 1  # the position of each client asked among those that sample
         self.who: list[int] = who.tolist()
         self._sizes, self._count, self._size = split.sizes[who], draw.count, draw.size
         self._offsets = split.offsets[who][:, None, None]
         batches = max(1, len(who) * draw.count)
         self._rounds = max(1, min(ROUNDS, rng.MAX_TABLE_BATCHES // batches, NUMBERS // (batches * draw.size)))
-        self._subsets: dict[int, rng.Subsets] = {}  # by how many rounds they are for
-        self._ahead: dict[int, Sizes] = {}
+        self._subsets: dict[int, rng.Subsets] = {}  # by number of rounds
+        self._ahead: dict[int, IntArray] = {}
         self._last = -1
 
-    def places(self, round: int, keys: Callable[[int], list[int]]) -> Sizes:
-        """What they draw in a round, as places in the split's flat tensors, [clients, batches, samples].
+    def places(self, round: int, keys: Callable[[int], list[int]]) -> IntArray:
+        """The draws of a round as indices into the split's flat tensors, [clients, batches, samples].
 
-        ``keys`` gives their keys of a round.
+        ``keys`` maps a round to the clients' random keys.
         """
         found = self._ahead.pop(round, None)
         if found is None:
@@ -144,100 +143,99 @@ class Drawers:
         return found
 
 
-class Given:
-    """Who is asked for a step, and what each of them gives for its draws; the same in all rounds that ask the same."""
+class StepPlan:
+    """The clients of a step and their data for each draw; reused in rounds with the same clients."""
 
     def __init__(self, data: FederatedData, draws: Mapping[str, Draw], clients: list[int]) -> None:
         self.asked, self.draws, self.names = clients, draws, data.names
         self.clients = np.asarray(clients, dtype=np.int64)
-        self.splits = {name: data.split(draw.split, draw.instead) for name, draw in draws.items()}
+        self.splits = {name: data.split(draw.split, draw.fallback) for name, draw in draws.items()}
         self.extents = {name: extents(self.splits[name], draw, self.clients) for name, draw in draws.items()}
-        # How many samples each client gives whole, over all draws.
-        self.whole: Sizes = sum(
+        # Over all draws, the samples of each client that are used in full.
+        self.whole: IntArray = sum(
             (np.maximum(extent, 0) for extent in self.extents.values()), np.zeros_like(self.clients)
         )
         self.even = all((column == column[:1]).all() for column in self.extents.values())
-        self.drawers: dict[str, Drawers] = {}
-        self.nbytes = 0  # about how many bytes the batches of the client that has most hold
+        self.samplers: dict[str, BatchSampler] = {}
+        self.nbytes = 0  # approximate size of the largest client's batches
         for name, draw in draws.items():
             extent, split = self.extents[name], self.splits[name]
-            most = int(extent.max(initial=NOTHING))
-            if split is None or most == NOTHING:
+            most = int(extent.max(initial=NO_DATA))
+            if split is None or most == NO_DATA:
                 continue
             row = sum(part[:1].numel() * part.element_size() for part in (split.x, split.y))
             self.nbytes += row * (most or draw.count * (draw.size or 0))
-            drawing = extent == DRAWN
+            drawing = extent == SAMPLED
             if drawing.any():
-                self.drawers[name] = Drawers(split, draw, self.clients, drawing)
+                self.samplers[name] = BatchSampler(split, draw, self.clients, drawing)
 
 
-class Drawn:
-    """The batches of one step in one round; samples are drawn at once, and gathered when asked for."""
+class StepBatches:
+    """The batches of one step in one round; indices are drawn at once, samples are gathered on access."""
 
-    def __init__(self, given: Given, step: str, seed: int, round: int) -> None:
-        self.given, self.clients = given, given.clients
-        # The draws of those who draw, as places in the flat tensors of the split.
-        self._places: dict[str, Sizes] = {}
-        for name, drawers in given.drawers.items():
-            purpose = given.draws[name].purpose or f"{step}/{name}"
-            self._places[name] = drawers.places(round, partial(_keys, given, drawers, seed, purpose))
+    def __init__(self, plan: StepPlan, step: str, seed: int, round: int) -> None:
+        self.plan, self.clients = plan, plan.clients
+        self._places: dict[str, IntArray] = {}  # indices into the flat tensors of the split
+        for name, sampler in plan.samplers.items():
+            purpose = plan.draws[name].purpose or f"{step}/{name}"
+            self._places[name] = sampler.places(round, partial(_keys, plan, sampler, seed, purpose))
 
     def of_one(self, k: int) -> dict[str, Sequence[Batch]]:
         """The batches of the k-th client."""
-        return {name: self._one(name, k) for name in self.given.draws}
+        return {name: self._one(name, k) for name in self.plan.draws}
 
-    def of_many(self, ks: Sizes) -> dict[str, Sequence[Batch]]:
-        """The batches of several clients, stacked; each draw must be of one kind for all of them."""
-        return {name: self._many(name, ks) for name in self.given.draws}
+    def of_many(self, ks: IntArray) -> dict[str, Sequence[Batch]]:
+        """The batches of several clients, stacked; ``group_clients`` says which can be."""
+        return {name: self._many(name, ks) for name in self.plan.draws}
 
     def _one(self, name: str, k: int) -> Sequence[Batch]:
-        given = self.given
-        split, extent = given.splits[name], given.extents[name][k]
-        if split is None or extent == NOTHING:
+        plan = self.plan
+        split, extent = plan.splits[name], plan.extents[name][k]
+        if split is None or extent == NO_DATA:
             return ()
-        if extent != DRAWN:
-            return [split.samples_of(int(self.clients[k]))] * given.draws[name].count
-        return Gathered(split, self._places[name][given.drawers[name].place[k]])
+        if extent != SAMPLED:
+            return [split.samples_of(int(self.clients[k]))] * plan.draws[name].count
+        return LazyBatches(split, self._places[name][plan.samplers[name].place[k]])
 
-    def _many(self, name: str, ks: Sizes) -> Sequence[Batch]:
-        given = self.given
-        split, sizes = given.splits[name], given.extents[name][ks]
-        if split is None or sizes[0] == NOTHING:
+    def _many(self, name: str, ks: IntArray) -> Sequence[Batch]:
+        plan = self.plan
+        split, sizes = plan.splits[name], plan.extents[name][ks]
+        if split is None or sizes[0] == NO_DATA:
             return ()
-        if sizes[0] == DRAWN:
-            return Gathered(split, self._places[name][given.drawers[name].place[ks]].transpose(1, 0, 2))
+        if sizes[0] == SAMPLED:
+            return LazyBatches(split, self._places[name][plan.samplers[name].place[ks]].transpose(1, 0, 2))
         x, y = split.samples_of_all(self.clients[ks])
         if (sizes == sizes[0]).all():
             whole = x.view(len(ks), -1, *x.shape[1:]), y.view(len(ks), -1, *y.shape[1:])
         else:
             whole = cast(Batch, Ragged(x, y, torch.from_numpy(sizes).to(x.device)))
-        return [whole] * given.draws[name].count
+        return [whole] * plan.draws[name].count
 
 
-def _keys(given: Given, drawers: Drawers, seed: int, purpose: str, round: int) -> list[int]:
-    return [rng.key(seed, purpose, round, given.names[i]) for i in drawers.who]
+def _keys(plan: StepPlan, sampler: BatchSampler, seed: int, purpose: str, round: int) -> list[int]:
+    return [rng.key(seed, purpose, round, plan.names[i]) for i in sampler.who]
 
 
-def alike(given: Given, keys: Sequence[object], ragged: bool) -> Iterator[Sizes]:
-    """Clients (as places in ``given``) whose batches have one shape, or with ``ragged`` differ in whole data alone.
+def group_clients(plan: StepPlan, keys: Sequence[object], ragged: bool) -> Iterator[IntArray]:
+    """Groups of clients (positions in ``plan``) with equal ``keys`` and batches of the same shape.
 
-    ``keys`` is what else they must have in common. Those with whole data come in the order of their size.
+    With ``ragged``, datasets that are used in full may differ in size; clients are then sorted by it.
     """
     groups: dict[object, list[int]] = {}
-    if given.even and len(set(keys)) == 1:
-        yield np.arange(len(given.clients))
+    if plan.even and len(set(keys)) == 1:
+        yield np.arange(len(plan.clients))
         return
-    columns = [np.sign(column) if ragged else column for column in given.extents.values()]
+    columns = [np.sign(column) if ragged else column for column in plan.extents.values()]
     for k, row in enumerate(zip(keys, *(column.tolist() for column in columns), strict=True)):
         groups.setdefault(row, []).append(k)
     for group in groups.values():
         ks = np.asarray(group)
-        yield ks[np.argsort(given.whole[ks], kind="stable")]
+        yield ks[np.argsort(plan.whole[ks], kind="stable")]
 
 
-def portions(sizes: Sizes, most: int) -> Iterator[slice]:
-    """Cut clients of rising sizes into chunks of at most ``most``, in which padding is no more than the data."""
-    start, even = 0, len(sizes) > 0 and sizes[0] == sizes[-1]  # then nothing is padded
+def chunk_slices(sizes: IntArray, most: int) -> Iterator[slice]:
+    """Cut clients sorted by size into chunks of at most ``most``, with no more padding than data in each."""
+    start, even = 0, len(sizes) > 0 and sizes[0] == sizes[-1]  # even sizes need no padding
     for stop in range(most, len(sizes) + most, most) if even else range(1, len(sizes) + 1):
         if stop < len(sizes) and not even:
             padded = sizes[stop] * (stop + 1 - start)

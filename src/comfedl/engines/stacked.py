@@ -1,7 +1,7 @@
-"""Many clients at once: learners whose parameters, batches and losses all have the clients in front.
+"""Many clients at once: learners whose parameters, batches and losses have the clients as first dimension.
 
-The losses of different clients share no parameter, so the derivative of their sum is every client's own, second
-derivatives too. A client step is elementwise but for what the learner does, so it runs on stacked tensors as it is.
+The clients' losses share no parameter, so the gradient of their sum holds every client's gradient, and so do second
+derivatives. Outside of the learner, a client step is elementwise, so it runs on stacked tensors unchanged.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from comfedl.core.learner import CHUNK, Batch, Learner, Model, Params, apart
+from comfedl.core.learner import CHUNK, Batch, Learner, Model, Params, split_by_kind
 from comfedl.models.losses import PER_SAMPLE, LossFunction
 from comfedl.models.metrics import MetricFunction
 from comfedl.utils import tree
 from comfedl.utils.tree import Tree
 
-# How many samples of all clients together one forward pass of a model that they share takes.
+# Samples per forward pass if all clients share one model.
 ROWS = 5000
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """The data of clients that hold different numbers of samples: flat, one client after another.
+    """The data of clients with different numbers of samples: flat, one client after another.
 
-    It stands where a batch stands; steps only hand it on to the learner.
+    It takes the place of a batch; steps only pass it on to the learner.
     """
 
     x: Tensor
@@ -39,9 +39,9 @@ class Ragged:
     sizes: Tensor
 
     def padded(self) -> tuple[Tensor, Tensor, Tensor]:
-        """x and y as [clients, most samples, ...], and which of the samples are the client's own.
+        """x and y as [clients, max samples, ...], and a mask of the samples that are not padding.
 
-        Padding repeats a client's last sample, so that it is as finite as the data are.
+        Padding repeats a client's last sample, so that it adds no NaN or infinity.
         """
         place = torch.arange(int(self.sizes.max()), device=self.sizes.device)
         start = self.sizes.cumsum(0) - self.sizes
@@ -52,23 +52,23 @@ class Ragged:
         return x, y, place < self.sizes[:, None]
 
     def mean(self, each: Tensor) -> Tensor:
-        """Each client's mean of one number a sample, summed in double precision as one long sum needs it."""
+        """Each client's mean of one number per sample, summed in double precision."""
         owner = torch.repeat_interleave(self.sizes)
         sums = each.new_zeros(len(self.sizes), dtype=torch.float64).index_add_(0, owner, each.double())
         return (sums / self.sizes).to(each.dtype)
 
 
 class Stacked(Learner):
-    """The functions of many clients' models: as ``Learner``'s, with the clients in front of every tensor."""
+    """Like ``Learner``, for many clients' models: every tensor has the clients as first dimension."""
 
     ragged = False
-    """Whether a sample's output depends on that sample alone, and its loss and metrics are known one by one."""
+    """Whether it takes ``Ragged`` data: outputs, losses and metrics must be computed sample by sample."""
 
     def __init__(self, learner: Learner) -> None:
         self.call, self.loss_function, self.metrics = learner.call, learner.loss_function, learner.metrics
 
     def seed(self, noise: Callable[[int], int], clients: Sequence[int]) -> None:
-        """Whose noise the next step draws: each client's generator is seeded with ``noise(client)``."""
+        """Seed the noise of the next step: each client's generator with ``noise(client)``."""
 
     @abstractmethod
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
@@ -76,21 +76,21 @@ class Stacked(Learner):
 
     def loss(self, params: Params, buffers: Params, batch: Batch, train: bool = True) -> tuple[Tensor, Params]:
         assert self.loss_function is not None
-        x, y, inside = unpacked(batch)
+        x, y, mask = unpack(batch)
         output, after = self.output(params, buffers, x, train)
-        return _mean(self.loss_function, output, y, inside), after
+        return _mean(self.loss_function, output, y, mask), after
 
     def scores(self, model: Model, data: Batch) -> dict[str, Tensor]:
-        """As ``Learner.scores``, but what a client's data do not define is NaN: all clients have the same names."""
+        """Like ``Learner.scores``, but undefined metrics are NaN, since all clients have the same names."""
         assert self.loss_function is not None
         return self.means(model, data, {"loss": self.loss_function, **self.metrics})
 
     def means(self, model: Model, data: Batch, functions: Mapping[str, MetricFunction]) -> dict[str, Tensor]:
         with torch.no_grad():
-            if self.ragged and shared(model):
+            if self.ragged and is_shared(model):
                 return self._means_of_one(tree.map(lambda leaf: leaf[0], model), data, functions)
-            plain, entire = apart(functions)
-            whole = unpacked(data)
+            plain, entire = split_by_kind(functions)
+            whole = unpack(data)
             parts = math.ceil(whole[0].shape[1] / CHUNK) if whole[2] is None else 1
             totals: dict[str, Tensor] = {}
             outputs: list[Tensor] = []
@@ -107,9 +107,9 @@ class Stacked(Learner):
             return totals | {name: function(*rows) for name, function in entire.items()}
 
     def _means_of_one(self, model: Model, data: Batch, functions: Mapping[str, MetricFunction]) -> dict[str, Tensor]:
-        """The means of a model that all clients have: their samples go through it together."""
+        """The means of one model that all clients share, with their samples in common batches."""
         mean: Callable[[Tensor], Tensor]
-        plain, entire = apart(functions)
+        plain, entire = split_by_kind(functions)
         if isinstance(data, Ragged):
             flat, mean, sizes = (data.x, data.y), data.mean, data.sizes
         else:
@@ -128,44 +128,44 @@ class Stacked(Learner):
 
 
 class Vmapped(Stacked):
-    """Any module, by torch.func.vmap over its forward pass; derivatives are taken outside of it."""
+    """Any module, by torch.func.vmap over its forward pass; autograd differentiates outside of it."""
 
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
         assert self.call is not None
         one = self.call
         after = {name: buffer.clone() for name, buffer in buffers.items()} if train else buffers
-        # Noise would differ from that of one client after another, whose generator is seeded for each: it is refused.
+        # vmap's noise would differ from that of one client at a time, each with its own seed: it is an error.
         call = vmap(lambda params, buffers, x: one(x, train, params, buffers), randomness="error")
         return call(params, after, x), after
 
 
-def shared(model: Tree) -> bool:
-    """Whether all clients have the same model, one that was expanded and not copied."""
+def is_shared(model: Tree) -> bool:
+    """Whether all clients have the same model, as an expanded view."""
     return all(leaf.stride(0) == 0 for leaf in tree.leaves(model))
 
 
-def unpacked(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x, y, and which samples count where not all do. A lone sample comes twice, as in ``problem.paired``."""
+def unpack(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, y, and a mask of the samples that count (None: all). See ``double_single_sample``."""
     if isinstance(batch, Ragged):
         return batch.padded()
     x, y = batch
     return (torch.cat([x, x], dim=1), torch.cat([y, y], dim=1), None) if x.shape[1] == 1 else (x, y, None)
 
 
-def _mean(function: LossFunction, output: Any, y: Tensor, inside: Tensor | None) -> Tensor:
+def _mean(function: LossFunction, output: Any, y: Tensor, mask: Tensor | None) -> Tensor:
     """Each client's mean of a function (output, y)."""
     if function not in PER_SAMPLE:
         means: Tensor = vmap(function)(output, y)
         return means
     each = PER_SAMPLE[function](output.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
-    return each.mean(dim=1) if inside is None else mean_inside(each, inside)
+    return each.mean(dim=1) if mask is None else masked_mean(each, mask)
 
 
-def _rows(output: Tensor, y: Tensor, inside: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs and y of all clients in one row, one client after another, and how many each has."""
-    if inside is None:
+def _rows(output: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs and y of all clients, flat, and each client's number of samples."""
+    if mask is None:
         return output.flatten(0, 1), y.flatten(0, 1), _equal(y.shape, y)
-    return output[inside], y[inside], inside.sum(dim=1)
+    return output[mask], y[mask], mask.sum(dim=1)
 
 
 def _equal(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -176,6 +176,6 @@ def _row_means(shape: Sequence[int], each: Tensor) -> Tensor:
     return each.view(*shape).mean(dim=1)
 
 
-def mean_inside(each: Tensor, inside: Tensor) -> Tensor:
-    """Each client's mean over those samples that are its own."""
-    return torch.where(inside, each, 0).sum(dim=1) / inside.sum(dim=1)
+def masked_mean(each: Tensor, mask: Tensor) -> Tensor:
+    """Each client's mean over the samples in the mask."""
+    return torch.where(mask, each, 0).sum(dim=1) / mask.sum(dim=1)

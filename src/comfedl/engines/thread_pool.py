@@ -1,7 +1,7 @@
-"""Several threads for chunks of clients, where that is faster than one.
+"""Runs chunks of clients on several threads if that is faster than on one.
 
-Torch lets go of Python's lock while it computes, so threads share out long operations well and short ones badly. A
-chunk's numbers are the same wherever it runs, so which of the two is used may be found out by the clock.
+Torch releases Python's global interpreter lock while it computes, so threads help with long operations, not with short
+ones. A chunk's results do not depend on its thread, so the choice may be made by timing both.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ import torch
 logger = logging.getLogger("comfedl")
 
 Chunk = TypeVar("Chunk")
-Found = TypeVar("Found")
+Output = TypeVar("Output")
 
-# A chunk that takes this many seconds is worth a thread without a trial.
+# A chunk that takes this many seconds goes to threads without a trial.
 LONG = 0.02
-# The calls of a step that are timed, by whether threads are used; the first of each kind warms up.
+# Whether each of a step's timed calls uses threads; the first of each kind is a warm-up.
 TRIAL = (False, True, False, True, False, True)
 
 
 class ThreadPool:
-    """``workers`` threads, numbered from 0; one call of ``run`` at a time."""
+    """``workers`` threads, numbered from 0; ``run`` is not reentrant."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._pool: ThreadPoolExecutor | None = None
-        self._times: dict[str, list[float]] = {}  # of each step, seconds a chunk by the calls of its trial
+        self._times: dict[str, list[float]] = {}  # by step: seconds per chunk in each call of its trial
         self._choice: dict[str, bool] = {}
 
-    def run(self, step: str, job: Callable[[int, Chunk], Found], chunks: Sequence[Chunk]) -> list[Found]:
-        """``job(worker, chunk)`` for every chunk, in their order; no two jobs have one worker at a time."""
+    def run(self, step: str, job: Callable[[int, Chunk], Output], chunks: Sequence[Chunk]) -> list[Output]:
+        """``job(worker, chunk)`` for every chunk, in order; no two jobs use the same worker at a time."""
         if self.workers == 1 or len(chunks) == 1:
             return [job(0, chunk) for chunk in chunks]
         times = self._times.setdefault(step, [])
         threads = self._choice.get(step, TRIAL[min(len(times), len(TRIAL) - 1)])
         start = time.perf_counter()
-        found = self._share_out(job, chunks) if threads else [job(0, chunk) for chunk in chunks]
+        found = self._run_threaded(job, chunks) if threads else [job(0, chunk) for chunk in chunks]
         if step not in self._choice:
             times.append((time.perf_counter() - start) / len(chunks))
             self._choose(step, times)
@@ -56,18 +56,18 @@ class ThreadPool:
             self._choice[step] = shared < alone
         else:
             return
-        often = f"{self.workers} threads" if self._choice[step] else "one thread"
-        logger.info("The step %r runs on %s (%.3g ms a chunk of clients).", step, often, min(times) * 1e3)
+        threads = f"{self.workers} threads" if self._choice[step] else "one thread"
+        logger.info("The step %r runs on %s (%.3g ms per chunk of clients).", step, threads, min(times) * 1e3)
 
-    def _share_out(self, job: Callable[[int, Chunk], Found], chunks: Sequence[Chunk]) -> list[Found]:
+    def _run_threaded(self, job: Callable[[int, Chunk], Output], chunks: Sequence[Chunk]) -> list[Output]:
         if self._pool is None:
-            # Each thread computes alone: the others are busy with clients of their own.
+            # Torch runs on one thread per worker: the other cores are busy with other clients.
             self._pool = ThreadPoolExecutor(self.workers, "comfedl", initializer=torch.set_num_threads, initargs=(1,))
             self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
             for worker in range(self.workers):
                 self._idle.put(worker)
 
-        def task(chunk: Chunk) -> Found:
+        def task(chunk: Chunk) -> Output:
             worker = self._idle.get()
             try:
                 return job(worker, chunk)
@@ -80,4 +80,4 @@ class ThreadPool:
         finally:
             for future in futures:
                 future.cancel()
-            wait(futures)  # of those that could not be cancelled: where one job fails, no other goes on behind it
+            wait(futures)  # after a failure no other job may keep running in the background

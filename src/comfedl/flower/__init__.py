@@ -1,6 +1,6 @@
-"""Clients at real sites, reached through Flower: the engine, and the two apps that Flower runs.
+"""Clients at real sites, connected through Flower: the engine, and the two apps that Flower runs.
 
-Nothing of Flower is imported before it is needed; only whether it is installed is looked at.
+Flower takes seconds to import, so that happens on first use; importing this package only checks that it is installed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 if importlib.util.find_spec("flwr") is None:
     raise ConfigError(
-        "Flower is not installed, and it is what reaches the sites; install it with: pip install 'comfedl[flower]'."
+        "Flower, which connects the sites, is not installed; install it with: pip install 'comfedl[flower]'."
     )
 
 

@@ -1,4 +1,4 @@
-"""The two apps that Flower runs: the server's, and each site's."""
+"""The two apps that Flower runs: one on the server, one at each site."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from comfedl.config.schema import parse_config, read_config
 from comfedl.data.federated import FederatedData
 from comfedl.engines.embedded import Embedded
 from comfedl.flower import serialization
-from comfedl.flower.client import Store, answer, said
+from comfedl.flower.client import StateStore, public_message, run_steps
 from comfedl.flower.server import serve
 from comfedl.training.validation import check_fit, make_learner
 from comfedl.utils.errors import ComfedlError, ConfigError, DataError
@@ -29,13 +29,13 @@ Load = Callable[[Mapping[str, Any]], FederatedData]
 
 
 def server_app(config: str | Path | None = None, out: str | Path | None = None) -> ServerApp:
-    """A ServerApp that trains as a config says.
+    """A ServerApp that trains according to a config.
 
     Args:
-        config: the TOML file; the run's own config (``flwr run -c 'config="..."'``) comes before it.
-        out: the run's folder; ``-c 'out="..."'`` comes before it. Default: runs/NAME-OF-CONFIG.
+        config: the TOML file; ``flwr run -c 'config="..."'`` overrides it.
+        out: the run's folder; ``-c 'out="..."'`` overrides it. Default: runs/NAME-OF-CONFIG.
 
-    Further keys of the run's config are ``resume`` and ``force``, both true or false.
+    ``flwr run -c`` also takes ``resume`` and ``force``, both true or false.
     """
     app = ServerApp()
 
@@ -45,54 +45,54 @@ def server_app(config: str | Path | None = None, out: str | Path | None = None) 
         options = context.run_config
         path = Path(str(options.get("config") or config or ""))
         if not path.name:
-            raise ConfigError("There is no config; give it to server_app, or with flwr run -c 'config=\"FILE\"'.")
+            raise ConfigError("No config is given; pass it to server_app, or use flwr run -c 'config=\"FILE\"'.")
         folder = Path(str(options.get("out") or out or Path("runs") / path.stem))
         report = options.get("report")
-        said: dict[str, object] = {"ok": True}
+        outcome: dict[str, object] = {"ok": True}
         try:
             serve(grid, read_config(path), folder, bool(options.get("resume")), bool(options.get("force")))
         except BaseException as error:
-            said = {"error": str(error) if isinstance(error, ComfedlError) else f"{type(error).__name__}: {error}"}
+            outcome = {"error": str(error) if isinstance(error, ComfedlError) else f"{type(error).__name__}: {error}"}
             raise
         finally:
             if report:
-                write_atomic(Path(str(report)), json.dumps(said).encode())
+                write_atomic(Path(str(report)), json.dumps(outcome).encode())
 
     return app
 
 
 def client_app(data: Load, state: str | Path | None = None, mods: Sequence[Any] = ()) -> ClientApp:
-    """A ClientApp that does what methods ask of a client, on this site's own data.
+    """A ClientApp that runs the client's steps of a method on this site's data.
 
     Args:
-        data: a function that is given the SuperNode's ``--node-config`` as a dict and returns a ``FederatedData`` of
-            one client, whose name is the site's. It is called for every message, in a fresh process.
-        state: the folder for what the client keeps between rounds; the key ``state`` of the node's config comes before
-            it. Default: comfedl-site in the working folder.
-        mods: Flower's mods, around every message.
+        data: a function that takes the SuperNode's ``--node-config`` as a dict and returns a ``FederatedData`` with one
+            client, named after the site. It is called for every message, in a fresh process.
+        state: the folder for the client's state between rounds; the key ``state`` of the node config overrides it.
+            Default: comfedl-site in the working directory.
+        mods: Flower mods, applied to every message.
     """
-    app = _Site(mods=list(mods))
+    app = _ReplyingApp(mods=list(mods))
 
     @app.query("who")
     def who(message: Message, context: Context) -> Message:
         fed = _load(data, context)
         body = {"name": fed.names[0], "samples": int(fed.train.sizes[0]), "shape": list(fed.train.x.shape[1:])}
-        return Message(serialization.content(body), reply_to=message)
+        return Message(serialization.encode(body), reply_to=message)
 
     @app.train("step")
     def step(message: Message, context: Context) -> Message:
         fed = _load(data, context)
-        body, tensors = serialization.opened(message.content)
+        body, tensors = serialization.decode(message.content)
         folder = Path(str(context.node_config.get("state") or state or "comfedl-site"))
         engine = site_engine(str(body["config"]), fed)
-        content = answer(engine, Store(folder, fed.names[0], str(body["run"])), body, tensors)
+        content = run_steps(engine, StateStore(folder, fed.names[0], str(body["run"])), body, tensors)
         return Message(content, reply_to=message)
 
     return app
 
 
 def site_engine(text: str, fed: FederatedData) -> Embedded:
-    """The embedded engine of a site's one client, under a config as TOML."""
+    """An embedded engine for the site's only client, from a config in TOML."""
     config = parse_config(tomllib.loads(text))
     algorithm = config.make_algorithm()
     model = config.make_model_for(tuple(fed.train.x.shape[1:]))
@@ -108,19 +108,19 @@ def _load(data: Load, context: Context) -> FederatedData:
     fed = data(dict(context.node_config))
     if not isinstance(fed, FederatedData) or len(fed) != 1:
         found = f"{len(fed)} clients" if isinstance(fed, FederatedData) else f"a {type(fed).__name__}"
-        raise DataError(f"The site's data function gave {found}, but it must give a FederatedData of one client.")
+        raise DataError(f"The site's data function returned {found}, but it must return a FederatedData of one client.")
     return fed
 
 
-class _Site(ClientApp):
-    """A ClientApp that always replies, whatever happens in it: without a reply a SuperNode waits for ever."""
+class _ReplyingApp(ClientApp):
+    """A ClientApp that replies even after an error: without a reply the SuperNode would wait forever."""
 
     def __call__(self, message: Message, context: Context) -> Message:
         try:
             reply = super().__call__(message, context)
             if not isinstance(reply, Message):
-                raise ConfigError(f"A mod gave {type(reply).__name__} in place of a reply.")
-        except (Exception, SystemExit) as error:  # the site's own function may raise anything
+                raise ConfigError(f"A mod returned {type(reply).__name__} instead of a reply.")
+        except (Exception, SystemExit) as error:  # the site's data function may raise anything
             logger.exception("This site cannot answer.")
-            return Message(serialization.content({"error": said(error)}), reply_to=message)
+            return Message(serialization.encode({"error": public_message(error)}), reply_to=message)
         return reply

@@ -1,4 +1,4 @@
-"""A certificate authority, a server's certificate and the sites' keys: enough for a trial, and an example for more."""
+"""A certificate authority, a server certificate and site keys: enough for a trial, an example for production."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from comfedl.utils.errors import ConfigError, RunFolderError
 
 DAYS = 365
-HOSTS = ("localhost", "127.0.0.1", "::1")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def make_certs(folder: Path, sites: Sequence[str], hosts: Sequence[str] = ()) -> list[Path]:
-    """Write ca.crt, ca.key, server.pem, server.key, and for every site NAME.key and NAME.pub; nothing is replaced.
+    """Write ca.crt, ca.key, server.pem, server.key, and NAME.key and NAME.pub for every site; never overwrite a file.
 
-    ``hosts`` are the names and addresses by which sites reach the server, besides this machine's own.
+    ``hosts`` are the names and addresses under which sites reach the server, in addition to localhost.
     """
     for site in sites:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", site) or site in ("ca", "server"):
             raise ConfigError(
-                f"A site's name is {site!r}, but it is used as a file's: letters, digits, - and _ alone, and not ca or "
-                "server."
+                f"A site's name is {site!r}, but it must be usable as a file name: only letters, digits, ., - and _, "
+                "and not ca or server."
             )
     if not sites or len({*sites}) < len(sites):
-        raise ConfigError(f"The sites are {', '.join(sites) or 'none'}; give at least one, and each once.")
+        raise ConfigError(f"The sites are {', '.join(sites) or 'none'}; give at least one, and none twice.")
     authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     issuer = _name("comfedl trial CA")
     ca = _builder(issuer, issuer, authority).add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     ca = ca.add_extension(_usage(signs=True), critical=True)
     ca = ca.add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
-    own = _builder(_name("comfedl trial server"), issuer, server)
-    own = own.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    own = own.add_extension(x509.SubjectAlternativeName([_host(host) for host in (*HOSTS, *hosts)]), critical=False)
-    own = own.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    cert = _builder(_name("comfedl trial server"), issuer, server)
+    cert = cert.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    names = [_host(host) for host in (*LOCAL_HOSTS, *hosts)]
+    cert = cert.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    cert = cert.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     signed_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
-    own = own.add_extension(signed_by, critical=False)
+    cert = cert.add_extension(signed_by, critical=False)
     files = {
         "ca.crt": ca.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM),
         "ca.key": _private(authority),
-        "server.pem": own.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM),
+        "server.pem": cert.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM),
         "server.key": _private(server),
     }
     for site in sites:
-        key = ec.generate_private_key(ec.SECP384R1())  # a curve that Flower takes
+        key = ec.generate_private_key(ec.SECP384R1())  # a curve that Flower accepts
         files[f"{site}.key"] = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
         )
-        form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-        files[f"{site}.pub"] = key.public_key().public_bytes(*form) + f" {site}\n".encode()
+        openssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+        files[f"{site}.pub"] = key.public_key().public_bytes(*openssh) + f" {site}\n".encode()
     return _write(folder, files)
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> list[Path]:
-    there = [name for name in files if (folder / name).exists()]
-    if there:
-        raise RunFolderError(f"{folder} already holds {there[0]}; give another folder, or take the old keys away.")
+    existing = [name for name in files if (folder / name).exists()]
+    if existing:
+        raise RunFolderError(f"{folder} already holds {existing[0]}; give another folder, or remove the old keys.")
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            # A private key is for its owner alone, from its first byte on.
-            handle = os.open(
-                folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if name.endswith("key") else 0o644
-            )
+            # Created with the final mode, so that nobody else can ever open a private key.
+            mode = 0o600 if name.endswith("key") else 0o644
+            handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             written.append(folder / name)
             with open(handle, "wb") as file:
                 file.write(content)

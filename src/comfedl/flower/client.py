@@ -1,7 +1,7 @@
-"""A site's part: it does the steps that it is asked for on its own client, and keeps that client's state in a folder.
+"""The site's side: runs the requested steps on its client, and stores the client's state in a folder.
 
-The server says with each step which version of the state to start from, so a round that is done again, after a server
-or a site came back, starts from what it started from the first time.
+Each request names the version of the state to start from. So when a round is repeated, after the server or a site
+restarted, it starts from the same state as the first time.
 """
 
 from __future__ import annotations
@@ -18,34 +18,33 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from comfedl.core.protocol import Diverged
 from comfedl.engines.embedded import Embedded, LocalReplies
 from comfedl.flower import serialization
 from comfedl.training.personal_models import file_name
 from comfedl.utils import tree
-from comfedl.utils.errors import ConfigError
+from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.files import write_atomic
 from comfedl.utils.tree import Tree
 
 logger = logging.getLogger("comfedl")
 
-PRIVATE = ("personal",)  # steps whose reply is for the site alone
+LOCAL_STEPS = ("personal",)  # steps whose reply must not leave the site
 
 
-class Store:
-    """The versions of a client's state in one run, each a file that is there whole or not at all."""
+class StateStore:
+    """The versions of a client's state in one run, each an atomically written file."""
 
     def __init__(self, folder: Path, client: str, run: str) -> None:
         self._folder = folder / file_name(client) / file_name(run)
 
     def read(self, version: str) -> Tree | None:
-        """A version; None where it is not there."""
+        """The state of a version; None if it is missing."""
         path = self._path(version)
         if not path.exists():
             return None
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return serialization.unpacked(json.loads(file.metadata()["tree"]), tensors)
+            return serialization.unpack(json.loads(file.metadata()["tree"]), tensors)
 
     def write(self, version: str, state: Tree) -> None:
         tensors: dict[str, Tensor] = {}
@@ -61,7 +60,7 @@ class Store:
         write_atomic(self._path(version), save(tensors, {"tree": text}))
 
     def drop_all_but(self, versions: Collection[str]) -> None:
-        """Drop what the server cannot ask for any more, and what a write that was cut short has left."""
+        """Delete versions that the server can no longer request, and leftovers of interrupted writes."""
         kept = {self._path(version).name for version in versions}
         for path in self._folder.glob("*") if self._folder.is_dir() else ():
             if path.name not in kept:
@@ -71,42 +70,46 @@ class Store:
         return self._folder / f"{file_name(version)}.safetensors"
 
 
-def answer(engine: Embedded, store: Store, body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RecordDict:
-    """Do what a message asks for, one step after another; a step that fails does not keep the others from theirs."""
-    packed, told, written = serialization.Packed(), [], set()
-    for ask in body["asks"]:
+def run_steps(
+    engine: Embedded, store: StateStore, body: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> RecordDict:
+    """Run the steps that a message requests, one after another; a step that fails does not stop the others."""
+    packer, answers, written = serialization.TensorPacker(), [], set()
+    for request in body["asks"]:
         try:
-            reply, notes = _do(engine, store, ask, serialization.unpacked(ask["message"], tensors))
+            reply, notes = _run_step(engine, store, request, serialization.unpack(request["message"], tensors))
             written |= {str(notes[name]) for name in ("kept", "held") if name in notes}
-            told.append({"reply": packed.put(reply), **notes})
+            answers.append({"reply": packer.add(reply), **notes})
         except Diverged as error:
-            # JSON has no NaN that every reader knows: they travel as texts.
-            told.append({"diverged": [error.step, repr(error.loss), repr(error.weight)]})
-        except Exception as error:  # whatever a step raises is the site's own to see
-            logger.exception("The step %r of round %s has failed.", ask.get("step"), ask.get("round"))
-            told.append({"error": said(error)})
+            # As text, since NaN and infinity are not valid JSON.
+            answers.append({"diverged": [error.step, repr(error.loss), repr(error.weight)]})
+        except Exception as error:  # the details stay in the site's log
+            logger.exception("Step %r of round %s failed.", request.get("step"), request.get("round"))
+            answers.append({"error": public_message(error)})
     store.drop_all_but({*body["keep"], *written})
-    return serialization.content({"answers": told}, packed.record())
+    return serialization.encode({"answers": answers}, packer.record())
 
 
-def _do(engine: Embedded, store: Store, ask: Mapping[str, Any], message: Tree) -> tuple[Tree, dict[str, Any]]:
-    step, round, use, version = str(ask["step"]), int(ask["round"]), ask["use"], str(ask["version"])
-    if step in PRIVATE:
-        raise serialization.Unreadable(f"the step {step!r} is for the site alone")
+def _run_step(
+    engine: Embedded, store: StateStore, request: Mapping[str, Any], message: Tree
+) -> tuple[Tree, dict[str, Any]]:
+    step, round, use, version = str(request["step"]), int(request["round"]), request["use"], str(request["version"])
+    if step in LOCAL_STEPS:
+        raise serialization.MalformedMessage(f"the result of step {step!r} must not leave the site")
     notes: dict[str, Any] = {}
     before = None if use is None else store.read(use)
     if use is not None and before is None:
-        logger.warning("The state %s is not there any more; this client starts anew.", use)
+        logger.warning("The state %s is missing; this client starts from its initial state.", use)
         notes["anew"] = True
     engine.restore({} if before is None else {0: before})
-    held = None if ask["hold"] is None else store.read(ask["hold"])
+    held = None if request["hold"] is None else store.read(request["hold"])
     engine.hold(round, {} if held is None else {0: held})
     replies = engine.run(step, [0], message, round)
     assert isinstance(replies, LocalReplies)  # one client is never stacked
     reply = replies.whole()[0]
-    engine.settle()
+    engine.commit_round()
     after = engine.states().get(0)
-    if after is not None and (before is None or not same(before, after)):
+    if after is not None and (before is None or not _equal(before, after)):
         store.write(version, after)
         notes["kept"] = version
     now = engine.held().get(0)
@@ -116,14 +119,13 @@ def _do(engine: Embedded, store: Store, ask: Mapping[str, Any], message: Tree) -
     return reply, notes
 
 
-def same(one: Tree, other: Tree) -> bool:
-    """Whether two states are equal to the bit."""
+def _equal(one: Tree, other: Tree) -> bool:
     ours, theirs = dict(tree.named_leaves(one)), dict(tree.named_leaves(other))
     return ours.keys() == theirs.keys() and all(torch.equal(part, theirs[name]) for name, part in ours.items())
 
 
-def said(error: BaseException) -> str:
-    """What a server may know of an error: our own sentences, and of others the kind alone; they may quote data."""
-    if isinstance(error, ConfigError | serialization.Unreadable):
+def public_message(error: BaseException) -> str:
+    """What the server may learn about an error: its type, and messages by comfedl; others may quote data."""
+    if isinstance(error, ConfigError | serialization.MalformedMessage):
         return f"{type(error).__name__}: {error}"
-    return f"{type(error).__name__} (the site's own log has the rest)"
+    return f"{type(error).__name__} (see the site's log)"

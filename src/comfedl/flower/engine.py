@@ -1,4 +1,4 @@
-"""The engine whose clients are at real sites: it asks them through Flower's grid and knows nothing of their data."""
+"""The engine for clients at real sites: sends them steps through Flower's grid and never sees their data."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ import torch
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
-from comfedl.core.protocol import Diverged, Engine, Replies
+from comfedl.core.protocol import Engine, Replies
 from comfedl.engines.replies import LocalReplies
 from comfedl.flower import serialization
-from comfedl.flower.client import PRIVATE
+from comfedl.flower.client import LOCAL_STEPS
 from comfedl.flower.messaging import Answer, exchange
-from comfedl.flower.registry import Roll
+from comfedl.flower.registry import SiteRegistry
 from comfedl.training.checkpoint import KEPT
-from comfedl.utils.errors import ConfigError
+from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.tree import Tree
 
 logger = logging.getLogger("comfedl")
 
 
+Version = tuple[int, int, int]  # round, number of the request, random id of this server process
+
+
 @dataclass
-class _Ask:
-    """A step that some clients are asked for, and what has come back."""
+class _Request:
+    """A step requested from some clients, and their replies."""
 
     step: str
     clients: Sequence[int]
     message: dict[str, Tree]
     round: int
-    version: tuple[int, int, int]
+    version: Version
     held: Mapping[int, str]
     done: bool = False
     replies: dict[int, dict[str, Tree]] = field(default_factory=dict)
     diverged: dict[int, Diverged] = field(default_factory=dict)
     absent: dict[int, str] = field(default_factory=dict)
 
-    def taken(self) -> Replies:
-        """The replies, or what a client's training has raised."""
+    def result(self) -> Replies:
+        """The replies; raises Diverged if a client diverged."""
         if self.diverged:
             raise self.diverged[min(self.diverged)]
         present = [client for client in self.clients if client in self.replies]
@@ -50,130 +53,132 @@ class _Ask:
 
 
 class Sites(Engine):
-    """Runs client steps at sites, one message a site for all that a round asks of it.
+    """Runs client steps at sites, with one message per site and round where possible.
 
-    A client's state stays at its site, in versions; the server only knows which version is the right one, and that is
-    what a checkpoint holds. A site that does not answer is left out of the step, and asked again in the next.
+    A client's state stays at its site, in versions. The server only tracks the current version, and a checkpoint holds
+    no more than that. A site that does not answer is left out of the step and included again in the next.
 
     Args:
-        grid: Flower's way to the sites.
-        roll: who they are.
-        config: the run's config as TOML, which is sent with every message.
-        run: a name for the run that is the same when it goes on, by which sites keep states apart.
-        deadline: how many seconds a site has for its answer.
-        record: is told, as a dict, who was asked for what and who did not answer.
+        grid: Flower's connection to the sites.
+        roll: the registry of the sites.
+        config: the run's config as TOML, sent with every message.
+        run: an id of the run, the same after a resume, by which sites tell the states of runs apart.
+        deadline: seconds that a site has to answer.
+        record: called after each step with a dict of who answered and who did not.
     """
 
-    lags = True
+    defers_replies = True
 
     def __init__(
         self,
         grid: Grid,
-        roll: Roll,
+        roll: SiteRegistry,
         config: str,
         run: str,
         deadline: float,
         record: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.names, self.sizes = roll.names, roll.sizes
-        self._grid, self._roll, self._config, self._run = grid, roll, config, run
-        self._deadline, self._tell = deadline, record or (lambda event: None)
-        self._start, self._turn = secrets.randbits(62), 0
-        self._waiting: _Ask | None = None
-        self._held: dict[int, str] = {}  # what clients hold for the round that is under way
+        self._grid, self._registry, self._config, self._run = grid, roll, config, run
+        self._deadline, self._record = deadline, record or (lambda event: None)
+        self._process_id, self._requests = secrets.randbits(62), 0
+        self._waiting: _Request | None = None
+        self._held: dict[int, str] = {}  # state that clients hold within the current round
         self._round = 0
-        self._versions: dict[int, tuple[int, int, int]] = {}
-        self._settled: dict[int, tuple[int, int, int]] = {}
-        # What went into checkpoints that may still be gone back to, and into one whose writing has failed.
-        self._given: deque[dict[int, tuple[int, int, int]]] = deque(maxlen=KEPT + 1)
+        self._versions: dict[int, Version] = {}
+        self._settled: dict[int, Version] = {}
+        # Versions in the checkpoints that a resume may use, plus one for a checkpoint that failed to be written.
+        self._checkpointed: deque[dict[int, Version]] = deque(maxlen=KEPT + 1)
 
     def run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
-        if step in PRIVATE:
-            raise ConfigError("Personal models stay at their sites, so they cannot be asked for here.")
-        ask = self._new(step, clients, message, round)
+        if step in LOCAL_STEPS:
+            raise ConfigError("Personal models stay at their sites; the server cannot request them.")
+        request = self._new(step, clients, message, round)
         before, self._waiting = self._waiting, None
-        self._send([ask] if before is None or before.done else [before, ask])
-        return ask.taken()
+        self._send([request] if before is None or before.done else [before, request])
+        return request.result()
 
-    def later(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Callable[[], Replies]:
+    def run_deferred(
+        self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int
+    ) -> Callable[[], Replies]:
         if self._waiting is not None and not self._waiting.done:
             self._send([self._waiting])
-        ask = self._waiting = self._new(step, clients, message, round)
+        request = self._waiting = self._new(step, clients, message, round)
 
         def take() -> Replies:
-            if not ask.done:
-                self._send([ask])
-            return ask.taken()
+            if not request.done:
+                self._send([request])
+            return request.result()
 
         return take
 
     def states(self) -> dict[int, Tree]:
-        return self.kept()()
+        return self.capture_states()()
 
-    def kept(self) -> Callable[[], dict[int, Tree]]:
+    def capture_states(self) -> Callable[[], dict[int, Tree]]:
         now = self._settled
 
         def give() -> dict[int, Tree]:
-            self._given.append(now)
+            self._checkpointed.append(now)
             return {client: {"version": torch.tensor(version)} for client, version in now.items()}
 
         return give
 
-    def settle(self) -> None:
+    def commit_round(self) -> None:
         self._settled = dict(self._versions)
 
     def restore(self, states: Mapping[int, Tree]) -> None:
         found = {client: state["version"].tolist() for client, state in states.items()}
         self._versions = {client: (version[0], version[1], version[2]) for client, version in found.items()}
-        self.settle()
-        self._given.append(self._settled)
+        self.commit_round()
+        self._checkpointed.append(self._settled)
 
-    def _new(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> _Ask:
+    def _new(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> _Request:
         if round != self._round:
             self._round, self._held = round, {}
-        self._turn += 1
-        return _Ask(step, clients, message, round, (round, self._turn, self._start), self._held)
+        self._requests += 1
+        return _Request(step, clients, message, round, (round, self._requests, self._process_id), self._held)
 
-    def _send(self, asks: Sequence[_Ask]) -> None:
-        """Ask each client for its part of this, in one message, and sort what comes back."""
-        here = self._roll.nodes()
+    def _send(self, requests: Sequence[_Request]) -> None:
+        """Send each client its part of the requests in one message, and collect the replies."""
+        connected = self._registry.nodes()
         records: dict[tuple[int, ...], tuple[list[dict[str, Any]], Any]] = {}
         contents: dict[int, RecordDict] = {}
-        sent: dict[int, tuple[int, list[_Ask]]] = {}
-        for client in sorted({client for ask in asks for client in ask.clients}):
-            own = tuple(k for k, ask in enumerate(asks) if client in ask.clients)
-            node = here.get(self.names[client])
+        sent: dict[int, tuple[int, list[_Request]]] = {}
+        for client in sorted({client for request in requests for client in request.clients}):
+            indices = tuple(k for k, request in enumerate(requests) if client in request.clients)
+            node = connected.get(self.names[client])
             if node is None:
-                for k in own:
-                    asks[k].absent[client] = "it is not connected"
+                for k in indices:
+                    requests[k].absent[client] = "it is not connected"
                 continue
-            if own not in records:
-                packed = serialization.Packed()
+            if indices not in records:  # clients with the same requests share one record
+                packer = serialization.TensorPacker()
                 parts = [
                     {
-                        "step": ask.step,
-                        "round": ask.round,
-                        "version": _name(ask.version),
-                        "message": packed.put(ask.message),
+                        "step": request.step,
+                        "round": request.round,
+                        "version": _name(request.version),
+                        "message": packer.add(request.message),
                     }
-                    for ask in (asks[k] for k in own)
+                    for request in (requests[k] for k in indices)
                 ]
-                records[own] = parts, packed.record()
-            parts, tensors = records[own]
-            sent[client] = node, [asks[k] for k in own]
-            contents[node] = serialization.content(self._body(client, sent[client][1], parts), tensors)
-        found = exchange(self._grid, contents, "train.step", f"round {asks[-1].round}", self._deadline)
-        for client, (node, own_asks) in sent.items():
-            self._sort(client, own_asks, found[node])
-        for ask in asks:
-            ask.done = True
-            self._report(ask)
+                records[indices] = parts, packer.record()
+            parts, tensors = records[indices]
+            sent[client] = node, [requests[k] for k in indices]
+            contents[node] = serialization.encode(self._body(client, sent[client][1], parts), tensors)
+        answers = exchange(self._grid, contents, "train.step", f"round {requests[-1].round}", self._deadline)
+        for client, (node, client_requests) in sent.items():
+            self._accept(client, client_requests, answers[node])
+        for request in requests:
+            request.done = True
+            self._report(request)
 
-    def _body(self, client: int, asks: Sequence[_Ask], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A message's text: what to do, from which state, and which states may still be needed."""
+    def _body(self, client: int, requests: Sequence[_Request], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """A message's text: the steps, the state to start from, and the states that may still be needed."""
         now = self._versions.get(client)
-        use, held = None if now is None else _name(now), [ask.held.get(client) for ask in asks]
-        keep = {_name(kept[client]) for kept in (*self._given, self._settled, self._versions) if client in kept}
+        use, held = None if now is None else _name(now), [request.held.get(client) for request in requests]
+        keep = {_name(kept[client]) for kept in (*self._checkpointed, self._settled, self._versions) if client in kept}
         return {
             "config": self._config,
             "run": self._run,
@@ -181,56 +186,56 @@ class Sites(Engine):
             "keep": sorted(keep | {hold for hold in held if hold}),
         }
 
-    def _sort(self, client: int, asks: Sequence[_Ask], answer: Answer | str) -> None:
-        told: Any = None
+    def _accept(self, client: int, requests: Sequence[_Request], answer: Answer | str) -> None:
+        """Store a site's answer, or the reason why there is none, in the requests."""
+        parts: Any = None
         if not isinstance(answer, str):
             body, tensors = answer
-            told = body.get("answers")
+            parts = body.get("answers")
             if "error" in body:
                 answer = str(body["error"])
-            elif not isinstance(told, list) or len(told) != len(asks) or not all(isinstance(t, dict) for t in told):
-                answer = "its reply is refused: it does not answer what was asked"
+            elif not isinstance(parts, list) or [isinstance(part, dict) for part in parts] != [True] * len(requests):
+                answer = "its reply is refused: it does not match the request"
         if isinstance(answer, str):
-            for ask in asks:
-                ask.absent[client] = answer
+            for request in requests:
+                request.absent[client] = answer
             return
-        for ask, part in zip(asks, told, strict=True):
+        for request, part in zip(requests, parts, strict=True):
             try:
-                self._take(client, ask, part, tensors)
-            except (serialization.Unreadable, KeyError, TypeError, ValueError) as error:
-                ask.absent[client] = f"its reply is refused: {error}"
+                self._accept_part(client, request, part, tensors)
+            except (serialization.MalformedMessage, KeyError, TypeError, ValueError) as error:
+                request.absent[client] = f"its reply is refused: {error}"
 
-    def _take(self, client: int, ask: _Ask, part: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def _accept_part(
+        self, client: int, request: _Request, part: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        round, name = request.round, self.names[client]
         if "diverged" in part:
             step, loss, weight = part["diverged"]
-            error = Diverged(
-                ask.round, self.names[client], None if step is None else int(step), float(loss), float(weight)
-            )
-            ask.diverged[client] = error
+            step = None if step is None else int(step)
+            request.diverged[client] = Diverged(round, name, step, float(loss), float(weight))
         elif "error" in part:
-            ask.absent[client] = str(part["error"])
+            request.absent[client] = str(part["error"])
         else:
-            reply = serialization.unpacked(part["reply"], tensors)
+            reply = serialization.unpack(part["reply"], tensors)
             if not isinstance(reply, dict):
-                raise serialization.Unreadable("it has no parts")
-            ask.replies[client] = reply
-            if part.get("kept") == _name(ask.version):
-                self._versions[client] = ask.version
+                raise serialization.MalformedMessage("it is not a dict")
+            request.replies[client] = reply
+            if part.get("kept") == _name(request.version):
+                self._versions[client] = request.version
             if part.get("held"):
                 self._held[client] = str(part["held"])
             if part.get("anew"):
-                logger.warning(
-                    "Site %r has lost what it kept, and starts anew in round %d.", self.names[client], ask.round
-                )
+                logger.warning("Site %r lost its state and starts from the initial one in round %d.", name, round)
 
-    def _report(self, ask: _Ask) -> None:
-        absent = {self.names[client]: reason.rstrip(".") for client, reason in sorted(ask.absent.items())}
+    def _report(self, request: _Request) -> None:
+        absent = {self.names[client]: reason.rstrip(".") for client, reason in sorted(request.absent.items())}
         for name, reason in absent.items():
-            logger.warning("Round %d: site %r is left out of %r: %s.", ask.round, name, ask.step, reason)
-        answered = [self.names[client] for client in sorted(ask.replies)]
-        self._tell({"round": ask.round, "step": ask.step, "answered": answered, "absent": absent})
+            logger.warning("Round %d: site %r is left out of %r: %s.", request.round, name, request.step, reason)
+        answered = [self.names[client] for client in sorted(request.replies)]
+        self._record({"round": request.round, "step": request.step, "answered": answered, "absent": absent})
 
 
-def _name(version: tuple[int, int, int]) -> str:
-    round, turn, start = version
-    return f"round {round} turn {turn} of {start:x}"
+def _name(version: Version) -> str:
+    round, number, process = version
+    return f"round {round} turn {number} of {process:x}"

@@ -1,4 +1,4 @@
-"""Several commands of ``flwr`` in one process, since each start of it takes seconds: a JSON list of lists of words."""
+"""Runs several ``flwr`` commands, given as a JSON list of argument lists, in one process: each start takes seconds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 def main() -> None:
     from flwr.cli.app import app
 
-    for words in json.loads(sys.argv[1]):
-        app(words, standalone_mode=False)
+    for arguments in json.loads(sys.argv[1]):
+        app(arguments, standalone_mode=False)
 
 
 if __name__ == "__main__":

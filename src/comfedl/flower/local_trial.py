@@ -1,16 +1,14 @@
-"""A trial on this machine: a config over a SuperLink and a SuperNode a site on loopback, started and stopped."""
+"""A trial on this machine: runs a config over a SuperLink and one SuperNode per site on loopback, then stops them."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +18,34 @@ from torch import Tensor
 
 from comfedl.config.schema import Config, FlowerTable
 from comfedl.data.federated import FederatedData
-from comfedl.flower.app_folder import write_app
 from comfedl.flower.processes import DaemonError
-from comfedl.flower.server import RECORD, settings_at_sites
+from comfedl.flower.scaffold import write_app
+from comfedl.flower.server import ATTENDANCE, settings_at_sites
 from comfedl.flower.superlink import Network
 from comfedl.training.run_folder import check_free
 from comfedl.utils.errors import ComfedlError, ConfigError
+from comfedl.utils.process_pool import sigterm_as_interrupt
 from comfedl.utils.toml import to_toml
 
-STATES, LOG = "sites", "flower.log"  # in the run's folder: what clients keep, and what the server has said
+STATES, LOG = "sites", "flower.log"  # in the run's folder: the clients' states, and the server's log
 CLIENT = """\
 from comfedl.flower import client_app
-from comfedl.flower.local_trial import share
+from comfedl.flower.local_trial import load_site
 
-app = client_app(share)
+app = client_app(load_site)
 """
 SERVER = "from comfedl.flower import server_app\n\napp = server_app()\n"
 
 
 class Trial(Network):
-    """A network for a config: a site for each of its clients, with a file of its own data alone."""
+    """The network of a config: one site per client, with a file that holds only this client's data."""
 
     def __init__(self, config: Config, sites: int | None, folder: Path, out: Path, client: str = CLIENT) -> None:
         fed = config.make_data(progress=True)
         if sites is not None and sites != len(fed):
             raise ConfigError(
-                f"--sites is {sites}, but the config's data have {len(fed)} clients, one for each site; give --sites "
-                f"{len(fed)}, or another number of clients (--set data.clients={sites})."
+                f"--sites is {sites}, but the config's data have {len(fed)} clients and each is one site; give --sites "
+                f"{len(fed)}, or change the number of clients (--set data.clients={sites})."
             )
         self.names, self.out = fed.names, out.resolve()
         self.sites = [f"site-{k}" for k in range(len(fed))]
@@ -54,51 +53,48 @@ class Trial(Network):
         super().__init__(
             folder, {site: {"data": str(folder / f"{site}.safetensors"), "state": states} for site in self.sites}
         )
-        files = {"PACKAGE/__init__.py": "", "PACKAGE/server.py": SERVER, "PACKAGE/client.py": client}
-        write_app(folder / "app", "comfedl-trial", files)
+        write_app(folder / "app", "comfedl-trial", {"PACKAGE/server.py": SERVER, "PACKAGE/client.py": client})
         for site, name in zip(self.sites, self.names, strict=True):
-            _save(folder / f"{site}.safetensors", fed, name)
-        known = {"sites": list(self.names), "outputs": config.data.outputs(fed, config.loss)}
-        options = (config.flower or FlowerTable()).model_copy(update=known)
+            _save_site(folder / f"{site}.safetensors", fed, name)
+        expected = {"sites": list(self.names), "outputs": config.data.outputs(fed, config.loss)}
+        options = (config.flower or FlowerTable()).model_copy(update=expected)
         settings = settings_at_sites(config) | {"flower": options.model_dump()}
         (folder / "trial.toml").write_text(to_toml(settings), encoding="utf-8")
 
     def submit(self, resume: bool = False, force: bool = False) -> subprocess.Popen[bytes]:
-        """Start the run; what is given back ends with it."""
+        """Submit the run; the returned process lasts as long as the run."""
         (self.folder / "report.json").unlink(missing_ok=True)
-        words = {"config": self.folder / "trial.toml", "out": self.out, "report": self.folder / "report.json"}
-        options = " ".join(f"{name}={json.dumps(str(path))}" for name, path in words.items())
+        paths = {"config": self.folder / "trial.toml", "out": self.out, "report": self.folder / "report.json"}
+        options = " ".join(f"{name}={json.dumps(str(path))}" for name, path in paths.items())
         options += f" resume={str(resume).lower()} force={str(force).lower()}"
-        return self.begin("run", [["run", str(self.folder / "app"), "trial", "--stream", "-c", options]])
+        return self.start_flwr("run", [["run", str(self.folder / "app"), "trial", "--stream", "-c", options]])
 
-    def finish(
-        self, process: subprocess.Popen[bytes], timeout: float | None = None, look: Callable[[], None] = lambda: None
+    def wait(
+        self, process: subprocess.Popen[bytes], timeout: float | None = None, poll: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait for the run's end; what went wrong is raised. ``look`` is called now and then."""
-        report, until = self.folder / "report.json", None if timeout is None else time.monotonic() + timeout
-        grace = 0
+        """Wait for the end of the run and raise its error, if any; ``poll`` is called twice a second."""
+        report, end = self.folder / "report.json", None if timeout is None else time.monotonic() + timeout
+        polls_after_exit = 0  # flwr may exit shortly before the server has written its report
         while not report.exists():
-            look()
+            poll()
             self.daemons.check("superlink")
             if process.poll() is not None:
-                grace += 1
-                if process.returncode or grace > 20:
-                    raise DaemonError(
-                        f"The run has ended without a word; flwr's last: {self.daemons.last_words('run')}"
-                    )
-            if until is not None and time.monotonic() > until:
-                raise DaemonError(
-                    f"The run has not ended in {timeout:g} seconds; {self.daemons.last_words('superlink')}"
-                )
+                polls_after_exit += 1
+                if process.returncode or polls_after_exit > 20:
+                    tail = self.daemons.log_tail("run")
+                    raise DaemonError(f"The run ended without a report; flwr's log ends with: {tail}")
+            if end is not None and time.monotonic() > end:
+                tail = self.daemons.log_tail("superlink")
+                raise DaemonError(f"The run did not end in {timeout:g} seconds; the SuperLink's log ends with: {tail}")
             time.sleep(0.5)
-        look()
-        said = json.loads(report.read_text("utf-8"))
-        if "error" in said:
-            raise TrialError(said["error"])
+        poll()
+        outcome = json.loads(report.read_text("utf-8"))
+        if "error" in outcome:
+            raise TrialError(outcome["error"])
 
 
 class TrialError(ComfedlError, RuntimeError):
-    """What the server of a trial has raised."""
+    """An error raised by the server of a trial."""
 
 
 def run_local(
@@ -109,68 +105,51 @@ def run_local(
     resume: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Run a config over sites on this machine, and end all processes that it took; ``tell`` hears how it goes."""
+    """Run a config over sites on this machine and stop all processes at the end; ``tell`` receives progress lines."""
     check_free(out, force, resume)
-    with tempfile.TemporaryDirectory(prefix="comfedl-flower-") as scratch, _terminable():
+    with tempfile.TemporaryDirectory(prefix="comfedl-flower-") as scratch, sigterm_as_interrupt():
         trial = Trial(config, sites, Path(scratch), out)
-        attendance = _told(trial.out / RECORD, config.rounds, resume, tell)
+        attendance = _attendance_lines(trial.out / ATTENDANCE, config.rounds, resume, tell)
         try:
             with trial.daemons:
                 tell(f"Starting a SuperLink and {len(trial.sites)} SuperNodes")
                 trial.start_link()
                 for site in trial.sites:
                     trial.start_node(site)
-                trial.finish(trial.submit(resume, force), look=attendance)
+                trial.wait(trial.submit(resume, force), poll=attendance)
         finally:
             if (out / "config.toml").exists():
                 with suppress(OSError):
                     shutil.copyfile(trial.daemons.log("run"), out / LOG)
-            else:  # a run that leaves nothing: its clients' states neither
+            else:  # the run left nothing behind: remove its clients' states too
                 shutil.rmtree(out / STATES, ignore_errors=True)
                 with suppress(OSError):
                     out.rmdir()
 
 
-def _told(path: Path, rounds: int, resume: bool, tell: Callable[[str], None]) -> Callable[[], None]:
-    """A function that tells of what has been added to the record of who took part."""
-    seen = len(path.read_text("utf-8").splitlines()) if resume and path.exists() else 0
-    old = path.stat().st_ino if path.exists() and not resume else None  # of a run that is replaced
+def _attendance_lines(path: Path, rounds: int, resume: bool, tell: Callable[[str], None]) -> Callable[[], None]:
+    """A function that reports the lines added to ``sites.jsonl`` since its last call."""
+    done = len(path.read_text("utf-8").splitlines()) if resume and path.exists() else 0
+    replaced = path.stat().st_ino if path.exists() and not resume else None  # the file of a run that --force replaces
 
-    def look() -> None:
-        nonlocal seen
-        there = path.exists() and path.stat().st_ino != old
-        lines = path.read_text("utf-8").splitlines(keepends=True) if there else []
-        for line in lines[seen:]:
+    def report_new() -> None:
+        nonlocal done
+        exists = path.exists() and path.stat().st_ino != replaced
+        lines = path.read_text("utf-8").splitlines(keepends=True) if exists else []
+        for line in lines[done:]:
             if not line.endswith("\n"):
                 break
-            seen += 1
+            done += 1
             row = json.loads(line)
             if row["step"] != "evaluate":
-                away = "".join(f"; {name}: {reason}" for name, reason in row["absent"].items())
-                tell(f"round {row['round']} of {rounds}, {row['step']}: {len(row['answered'])} sites{away}")
+                absent = "".join(f"; {name}: {reason}" for name, reason in row["absent"].items())
+                tell(f"round {row['round']} of {rounds}, {row['step']}: {len(row['answered'])} sites{absent}")
 
-    return look
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM is like Ctrl-C, so that what was started is stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return report_new
 
 
-def _save(path: Path, fed: FederatedData, name: str) -> None:
-    """One client's data as a file: a site of a trial has no others'."""
+def _save_site(path: Path, fed: FederatedData, name: str) -> None:
+    """Write one client's data to a file: a trial's site sees no others."""
     tensors: dict[str, Tensor] = {}
     for split in ("train", "validation", "test", "outer"):
         part = fed.split(split, instead="none")
@@ -180,8 +159,8 @@ def _save(path: Path, fed: FederatedData, name: str) -> None:
     save_file(tensors, path, {"site": name})
 
 
-def share(node: Mapping[str, Any]) -> FederatedData:
-    """The data of a trial's site."""
+def load_site(node: Mapping[str, Any]) -> FederatedData:
+    """Load the data of a trial's site."""
     with safe_open(str(node["data"]), framework="pt") as file:
         name = file.metadata()["site"]
         found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Messages out, replies in: whoever does not answer in time, or answers with an error, is named with the reason."""
+"""Sends messages to sites and collects the replies; a site without a usable reply gets a reason instead."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from torch import Tensor
 
 from comfedl.flower import serialization
 
-POLL, SELDOM = 0.2, 1.0  # seconds between two looks for replies, at first and later; Flower's own loop sleeps three
+FIRST_POLL, SLOWEST_POLL = 0.2, 1.0  # seconds between polls for replies; Flower's own loop waits three
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
-# Flower's errors by their numbers, as a site's owner would say it.
-TOO_LATE = 3
-REASONS = {5: "its SuperNode is gone", 8: "its process died in the middle of the work"}
+# Flower's error codes, in words.
+EXPIRED = 3
+REASONS = {5: "its SuperNode is gone", 8: "its process died during the step"}
 
 
 def exchange(
     grid: Grid, contents: Mapping[int, RecordDict], kind: str, group: str, deadline: float
 ) -> dict[int, Answer | str]:
-    """Send each node its content and wait for the replies; what is not a usable reply is a reason instead.
+    """Send each node its content and wait for the replies: the decoded answer of each node, or why there is none.
 
-    Replies are matched by the message that they answer, since Flower's own errors do not say which node they are of.
+    Replies are matched by message id, since Flower's error replies do not name their node.
     """
     nodes = list(contents)
     messages = [Message(contents[node], node, kind, ttl=deadline, group_id=group) for node in nodes]
     sent = list(grid.push_messages(messages)) if messages else []
-    found: dict[int, Answer | str] = {}
-    silent = f"no answer came in {deadline:g} seconds"
-    waiting = {name: node for name, node in zip(sent, nodes, strict=False) if name}
-    until, pause = time.monotonic() + deadline, POLL
+    answers: dict[int, Answer | str] = {}
+    timed_out = f"no answer within {deadline:g} seconds"
+    waiting = {message: node for message, node in zip(sent, nodes, strict=False) if message}
+    end, pause = time.monotonic() + deadline, FIRST_POLL
     while waiting:
         for reply in grid.pull_messages(list(waiting)):
             node = waiting.pop(reply.metadata.reply_to_message_id, None)
             if node is not None:
-                late = reply.has_error() and reply.error.code == TOO_LATE
-                found[node] = silent if late else _read(reply)
-        if not waiting or time.monotonic() >= until:
+                expired = reply.has_error() and reply.error.code == EXPIRED
+                answers[node] = timed_out if expired else _answer(reply)
+        if not waiting or time.monotonic() >= end:
             break
         time.sleep(pause)
-        pause = min(1.1 * pause, SELDOM)
+        pause = min(1.1 * pause, SLOWEST_POLL)
     for node in nodes:
-        if node not in found:
-            found[node] = silent if node in waiting.values() else "the message could not be sent"
-    return found
+        if node not in answers:
+            answers[node] = timed_out if node in waiting.values() else "the message could not be sent"
+    return answers
 
 
-def _read(reply: Message) -> Answer | str:
+def _answer(reply: Message) -> Answer | str:
     if reply.has_error():
-        code, said = reply.error.code, (reply.error.reason or "").strip().splitlines()
-        return REASONS.get(code, f"Flower reports error {code}" + (f" ({said[-1][:200]})" if said else ""))
+        code, lines = reply.error.code, (reply.error.reason or "").strip().splitlines()
+        return REASONS.get(code, f"Flower reports error {code}" + (f" ({lines[-1][:200]})" if lines else ""))
     try:
-        return serialization.opened(reply.content)
-    except serialization.Unreadable as error:
+        return serialization.decode(reply.content)
+    except serialization.MalformedMessage as error:
         return f"its reply is refused: {error}"

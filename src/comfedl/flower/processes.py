@@ -1,4 +1,4 @@
-"""Flower's processes on this machine: they bear a mark by which they, and what they start, are found again."""
+"""Flower's processes on this machine, tagged by an environment variable so that their descendants can be found too."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from typing import Self
 
 from comfedl.utils.errors import ComfedlError
 
-MARK = "COMFEDL_TRIAL"
-PATIENCE = 5.0  # seconds that a process has to end by itself
+TAG = "COMFEDL_TRIAL"  # inherited by everything that these processes start
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 class DaemonError(ComfedlError, RuntimeError):
-    """A process of Flower's that did not start, or ended too early."""
+    """A Flower process failed to start or ended too early."""
 
 
 class Daemons:
-    """Processes that are all gone when the block ends, however it ends."""
+    """Processes that are all stopped when the ``with`` block ends, for whatever reason."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.mark = folder, secrets.token_hex(8)
+        self.folder, self.tag = folder, secrets.token_hex(8)
         self._started: list[subprocess.Popen[bytes]] = []
-        self._named: dict[str, subprocess.Popen[bytes]] = {}  # the last one of each name
+        self._by_name: dict[str, subprocess.Popen[bytes]] = {}  # the latest of each name
         home = folder / "flwr"
         home.mkdir(parents=True, exist_ok=True)
         self.environment = {
             **os.environ,
-            # Flower starts its own programs by name.
+            # Flower starts its own programs by name, so they must be on the path.
             "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
             "FLWR_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
-            MARK: self.mark,
+            TAG: self.tag,
         }
 
     def __enter__(self) -> Self:
@@ -57,7 +57,7 @@ class Daemons:
         self.stop()
 
     def start(self, name: str, command: Sequence[str], folder: Path | None = None) -> subprocess.Popen[bytes]:
-        """Start a process, in this folder, whose output goes to NAME.log; Ctrl-C in the terminal is not its."""
+        """Start a process that writes to NAME.log, in a session of its own, so that Ctrl-C does not reach it."""
         program = Path(sysconfig.get_path("scripts")) / command[0]
         with self.log(name).open("ab") as log:
             process = subprocess.Popen(
@@ -67,32 +67,31 @@ class Daemons:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_ends_with_us,
+                preexec_fn=_die_with_parent,
                 cwd=folder or self.folder,
             )
         self._started.append(process)
-        self._named[name] = process
+        self._by_name[name] = process
         return process
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
     def check(self, *names: str) -> None:
-        """See that these are still running."""
+        """Raise an error if one of these has ended."""
         for name in names:
-            code = self._named[name].poll()
+            code = self._by_name[name].poll()
             if code is not None:
-                raise DaemonError(f"{name} has ended with code {code}; its last words: {self.last_words(name)}")
+                raise DaemonError(f"{name} ended with code {code}; its log ends with: {self.log_tail(name)}")
 
-    def last_words(self, name: str) -> str:
-        lines = (
-            self.log(name).read_text("utf-8", errors="replace").strip().splitlines() if self.log(name).exists() else []
-        )
-        return " | ".join(line.strip() for line in lines[-8:]) or "none"
+    def log_tail(self, name: str) -> str:
+        log = self.log(name)
+        lines = log.read_text("utf-8", errors="replace").strip().splitlines() if log.exists() else []
+        return " | ".join(line.strip() for line in lines[-8:]) or "nothing"
 
     def pids(self) -> list[int]:
-        """All processes that bear the mark, whoever has started them."""
-        wanted, found = f"{MARK}={self.mark}".encode(), []
+        """All tagged processes, including descendants."""
+        wanted, found = f"{TAG}={self.tag}".encode(), []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
@@ -100,61 +99,56 @@ class Daemons:
         return [pid for pid in found if pid != os.getpid()]
 
     def stop(self) -> None:
-        """End everything; another Ctrl-C or SIGTERM meanwhile does not keep it from that."""
-        ours = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in ours}
+        """Stop everything; another Ctrl-C or SIGTERM does not interrupt this."""
+        main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM) if main}
         try:
-            for signum, patience in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, 10 * PATIENCE)):
-                until = time.monotonic() + patience
-                self._tell(signum)
-                while self._alive() and time.monotonic() < until:
+            for signum, grace in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 10 * GRACE)):
+                end = time.monotonic() + grace
+                self._signal(signum)
+                while self._alive() and time.monotonic() < end:
                     time.sleep(0.1)
                     if signum == signal.SIGKILL:  # a process may just have started another
-                        self._tell(signum)
+                        self._signal(signum)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def end(self, name: str) -> None:
-        """Ask one process to end, and see that it does."""
-        process = self._named.pop(name)
+        """Terminate one process and wait for it."""
+        process = self._by_name.pop(name)
         process.terminate()
         process.wait()
 
     def kill(self, name: str) -> None:
-        """End a process and all that it has started at once, as a power cut would."""
-        process = self._named.pop(name)
-        below = [pid for pid in self.pids() if _descends(pid, process.pid)]
-        for pid in (process.pid, *below):
+        """Kill a process and its descendants at once, as a power cut would."""
+        process = self._by_name.pop(name)
+        descendants = [pid for pid in self.pids() if _descends(pid, process.pid)]
+        for pid in (process.pid, *descendants):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
 
-    def _tell(self, number: int) -> None:
+    def _signal(self, number: int) -> None:
         for process in self._started:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
-        for pid in self.pids():  # some start sessions of their own
+        for pid in self.pids():  # some start new sessions
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 
     def _alive(self) -> bool:
-        # poll() also takes note of those that have ended: until then they are there, for those who ask the system.
-        running = [process for process in self._started if process.poll() is None]
+        running = [process for process in self._started if process.poll() is None]  # a list: poll() reaps every zombie
         return bool(running or self.pids())
 
 
-def _linux() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
-_LIBC = _linux()
-_PR_SET_PDEATHSIG = 1
-
-
-def _ends_with_us() -> None:
-    """In a process that begins: ask Linux to end it when its parent is killed and cannot do so itself."""
+def _die_with_parent() -> None:
+    """In the child, before exec: ask Linux for a SIGTERM when the parent dies, even by SIGKILL."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -168,12 +162,8 @@ def _descends(pid: int, ancestor: int) -> bool:
     return pid == ancestor
 
 
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Ports that are free at the moment."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -1,6 +1,6 @@
-"""What travels: a JSON text, and all tensors that it names in one safetensors file. Nothing in either can execute.
+"""The content of messages: a JSON text, and one safetensors file with all tensors it names. Neither can execute code.
 
-One file and not an array each, since Flower sends every array by itself, and a reply has many single numbers.
+One file rather than one array per tensor: Flower sends every array separately, and a reply has many scalars.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from comfedl.utils.tree import Tree
 TENSORS, TEXT, KIND = "tensors", "text", "safetensors"
 
 
-class Unreadable(ComfedlError, ValueError):
-    """A message that is not what this version writes."""
+class MalformedMessage(ComfedlError, ValueError):
+    """A message that does not have the format of this module."""
 
 
-class Packed:
-    """Trees of tensors on their way: ``put`` gives what stands for one in the text."""
+class TensorPacker:
+    """Collects the tensors of a message; ``add`` returns the names under which a tree's tensors are sent."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
-        self._places: dict[tuple[Any, ...], str] = {}
-        self._seen: list[Tensor] = []  # kept, so that no other tensor takes the place of one that has gone
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._alive: list[Tensor] = []  # keeps the memory of added tensors from being reused, since it identifies them
 
-    def put(self, part: Tree) -> Any:
-        """A tree as one of names; a tensor that stands in several places travels once."""
+    def add(self, part: Tree) -> Any:
+        """Add a tree and return the same tree with names for tensors; a repeated tensor is sent only once."""
         if isinstance(part, dict):
-            return {name: self.put(below) for name, below in part.items()}
+            return {name: self.add(below) for name, below in part.items()}
         if not isinstance(part, Tensor):
             raise TypeError(f"A message holds a {type(part).__name__}; it may hold tensors and dicts of them.")
-        place = (part.data_ptr(), part.shape, part.stride(), part.dtype) if part.numel() else (id(part),)
-        if place not in self._places:
-            self._places[place] = str(len(self._places))
-            self._seen.append(part)
-            self._tensors[self._places[place]] = part.detach().cpu().contiguous().clone()
-        return self._places[place]
+        identity = (part.data_ptr(), part.shape, part.stride(), part.dtype) if part.numel() else (id(part),)
+        if identity not in self._names:
+            self._names[identity] = str(len(self._names))
+            self._alive.append(part)
+            self._tensors[self._names[identity]] = part.detach().cpu().contiguous().clone()
+        return self._names[identity]
 
     def record(self) -> ArrayRecord:
         """All tensors as one record."""
@@ -50,32 +50,32 @@ class Packed:
         return ArrayRecord({"all": Array("uint8", (len(content),), KIND, content)})
 
 
-def unpacked(part: Any, tensors: Mapping[str, Tensor]) -> Tree:
-    """The tree that ``put`` gave this for."""
-    if isinstance(part, dict):
-        return {str(name): unpacked(below, tensors) for name, below in part.items()}
-    if not isinstance(part, str) or part not in tensors:
-        raise Unreadable(f"it names a tensor {part!r} that it does not have")
-    return tensors[part]
+def unpack(names: Any, tensors: Mapping[str, Tensor]) -> Tree:
+    """The inverse of ``TensorPacker.add``."""
+    if isinstance(names, dict):
+        return {str(name): unpack(below, tensors) for name, below in names.items()}
+    if not isinstance(names, str) or names not in tensors:
+        raise MalformedMessage(f"it names a tensor {names!r} that it does not have")
+    return tensors[names]
 
 
-def content(body: Mapping[str, Any], tensors: ArrayRecord | None = None) -> RecordDict:
-    """A message's content."""
+def encode(body: Mapping[str, Any], tensors: ArrayRecord | None = None) -> RecordDict:
+    """The content of a Flower message."""
     text = ConfigRecord({"json": json.dumps(body)})
     return RecordDict({TEXT: text} if tensors is None else {TEXT: text, TENSORS: tensors})
 
 
-def opened(found: RecordDict) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A message's text and tensors.
+def decode(content: RecordDict) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A message's body and tensors.
 
     Raises:
-        Unreadable: it is not what ``content`` gives.
+        MalformedMessage: ``encode`` did not write it.
     """
     try:
-        body = json.loads(str(found.config_records[TEXT]["json"]))
-        tensors = load(found.array_records[TENSORS]["all"].data) if TENSORS in found.array_records else {}
+        body = json.loads(str(content.config_records[TEXT]["json"]))
+        tensors = load(content.array_records[TENSORS]["all"].data) if TENSORS in content.array_records else {}
     except Exception as error:  # a site may send anything
-        raise Unreadable(f"it cannot be read ({type(error).__name__})") from error
+        raise MalformedMessage(f"it cannot be read ({type(error).__name__})") from error
     if not isinstance(body, dict):
-        raise Unreadable("its text is not an object")
+        raise MalformedMessage("its text is not an object")
     return body, tensors

@@ -1,4 +1,4 @@
-"""The server's part of a run over sites: an ordinary run folder, with who answered when beside it."""
+"""The server's side of a run over sites: an ordinary run folder, plus a record of which sites answered."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from comfedl.config.schema import ENGINE_TABLES, LOOP, Config, FlowerTable
+from comfedl.config.schema import ENGINE_TABLES, Config, FlowerTable
 from comfedl.engines import AT_SITES
 from comfedl.flower.engine import Sites
-from comfedl.flower.registry import Known, Roll
+from comfedl.flower.registry import KnownSites, SiteRegistry
 from comfedl.training.callbacks import Callback
 from comfedl.training.fit import fit_on
 from comfedl.training.result import Result
-from comfedl.training.validation import check_counts, make_learner
+from comfedl.training.validation import make_learner
 from comfedl.utils.errors import RunFolderError
 from comfedl.utils.files import write_atomic
 from comfedl.utils.toml import to_toml
 
-RECORD, SITES = "sites.jsonl", "sites.json"
+ATTENDANCE, SITES = "sites.jsonl", "sites.json"
 
 
 def settings_at_sites(config: Config) -> dict[str, Any]:
-    """A config's settings for sites: how this process would run clients has no place there."""
+    """The settings that are sent to sites: without those of the engines that run clients in this process."""
     return {key: value for key, value in config.resolved().items() if key not in ENGINE_TABLES} | {"engine": AT_SITES}
 
 
 class Attendance(Callback):
-    """Writes who was asked for what and when, and who did not answer and why, to ``sites.jsonl`` in the run's folder.
+    """Writes to ``sites.jsonl`` in the run's folder which sites answered each step, and why the others did not.
 
-    ``sites.json`` beside it holds the sites themselves, so that a run can go on while one of them is away.
+    ``sites.json`` lists the sites themselves, so that a run can resume while one of them is offline.
     """
 
     def __init__(self, folder: Path | None, resume: bool) -> None:
         self._folder, self._resume = folder, resume
-        self.known: Known | None = None
+        self.known: KnownSites | None = None
 
-    def before(self) -> Known | None:
-        """The sites of the run that goes on; None where there is none."""
+    def load(self) -> KnownSites | None:
+        """The sites of the run to resume, if there is one."""
         path = None if self._folder is None else self._folder / SITES
         if not self._resume or path is None or not path.exists():
             return None
         try:
-            said = json.loads(path.read_text("utf-8"))
-            return Known({str(k): int(v) for k, v in said["samples"].items()}, tuple(map(int, said["shape"])))
+            stored = json.loads(path.read_text("utf-8"))
+            return KnownSites({str(k): int(v) for k, v in stored["samples"].items()}, tuple(map(int, stored["shape"])))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunFolderError(f"{path} cannot be read; start the run anew with --force.") from error
+            raise RunFolderError(f"{path} cannot be read; start a new run with --force.") from error
 
     def add(self, event: dict[str, Any]) -> None:
         if self._folder is not None:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             line = json.dumps({"time": now, **event}) + "\n"
-            with (self._folder / RECORD).open("a", encoding="utf-8") as file:
+            with (self._folder / ATTENDANCE).open("a", encoding="utf-8") as file:
                 file.write(line)
 
     def started(self) -> None:
         if self._folder is not None and self.known is not None:
-            told = {"shape": list(self.known.shape), "samples": dict(self.known.samples)}
-            write_atomic(self._folder / SITES, json.dumps(told, indent=2).encode())
+            sites = {"shape": list(self.known.shape), "samples": dict(self.known.samples)}
+            write_atomic(self._folder / SITES, json.dumps(sites, indent=2).encode())
 
 
 def serve(
@@ -73,35 +73,36 @@ def serve(
     force: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Run a config over the sites that a grid reaches.
+    """Run a config over the sites of a grid.
 
-    A checkpoint is written after every round unless the config says otherwise: a round over sites takes seconds.
+    Writes a checkpoint after every round by default: rounds over sites take seconds, so that costs little.
     """
     options, algorithm = config.flower or FlowerTable(), config.make_algorithm()
     attendance = Attendance(out, resume)
-    roll = Roll(grid, options.sites, options.patience, options.deadline, attendance.before(), config.quorum)
-    attendance.known = roll.known
-    check_counts(len(roll.names), config.clients_per_round, config.eval_clients)
-    model = config.make_model_for(roll.known.shape)
-    _, initial, frozen = make_learner(model, config.loss, algorithm)
-    settings = settings_at_sites(config)
-    text = to_toml(settings)
-    which = to_toml({key: value for key, value in settings.items() if key != "flower"})
-    name = hashlib.blake2b(f"{which}\0{out}".encode(), digest_size=8).hexdigest()
-    loop = {key: getattr(config, key) for key in LOOP if key not in ("engine", "save_personal", "checkpoint_every")}
-    return fit_on(
-        Sites(grid, roll, text, name, options.deadline, attendance.add),
-        algorithm,
-        initial,
-        frozen,
-        (tuple(roll.names), tuple(roll.sizes.tolist())),
-        settings,
-        **loop,
+    registry = SiteRegistry(grid, options.sites, options.patience, options.deadline, attendance.load(), config.quorum)
+    attendance.known = registry.known
+    run_options = config.run_options(
         checkpoint_every=config.checkpoint_every or 1,
         save_personal=False,
         out=out,
         resume=resume,
         force=force,
         callbacks=[attendance, *callbacks],
+    )
+    run_options.check_clients(len(registry.names))
+    model = config.make_model_for(registry.known.shape)
+    _, initial, frozen = make_learner(model, config.loss, algorithm)
+    settings = settings_at_sites(config)
+    text = to_toml(settings)
+    identity = to_toml({key: value for key, value in settings.items() if key != "flower"})
+    run_id = hashlib.blake2b(f"{identity}\0{out}".encode(), digest_size=8).hexdigest()
+    return fit_on(
+        Sites(grid, registry, text, run_id, options.deadline, attendance.add),
+        algorithm,
+        initial,
+        frozen,
+        (tuple(registry.names), tuple(registry.sizes.tolist())),
+        settings,
+        run_options,
         module=model,
     )

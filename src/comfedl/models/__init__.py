@@ -1,4 +1,4 @@
-"""Models, losses, and how a module is applied to tensors that are not its own."""
+"""Models, losses and metrics."""
 
 from comfedl.models.zoo import MODELS as MODELS
 from comfedl.models.zoo import build as build

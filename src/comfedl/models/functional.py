@@ -1,4 +1,4 @@
-"""A module applied to tensors that are not its own: as torch.func.functional_call, with the search done once."""
+"""Calling a module with other parameters: torch.func.functional_call, but the tensors are looked up only once."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from torch import Tensor, nn
 
 
 class Stateless:
-    """Calls a module with other parameters and buffers in the place of its own, which it gets back.
+    """Calls a module with other parameters and buffers, and restores its own afterwards.
 
-    A tensor that a module holds in two places is one, and is put in both.
+    Tied tensors, which the module holds in several places under one name, are replaced in all of them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module.train()
-        homes: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for part in module.modules():
             for table in (part._parameters, part._buffers):
                 for key, tensor in table.items():
-                    homes.setdefault(id(tensor), []).append((table, key))
+                    slots.setdefault(id(tensor), []).append((table, key))
         named = [*module.named_parameters(), *module.named_buffers()]
-        self._homes = {name: homes[id(tensor)] for name, tensor in named}
+        self._slots = {name: slots[id(tensor)] for name, tensor in named}
 
     def __call__(self, x: Tensor, train: bool, *tensors: Mapping[str, Tensor]) -> Any:
-        """The module's output on ``x`` with these tensors by name, in the mode of training or of evaluation."""
+        """The output on ``x`` with these tensors, by name, in train or eval mode."""
         if self.module.training is not train:
             self.module.train(train)
-        own: list[tuple[dict[str, Any], str, Tensor]] = []
+        replaced: list[tuple[dict[str, Any], str, Tensor]] = []
         try:
             for part in tensors:
                 for name, tensor in part.items():
-                    for table, key in self._homes[name]:
-                        own.append((table, key, table[key]))
+                    for table, key in self._slots[name]:
+                        replaced.append((table, key, table[key]))
                         table[key] = tensor
             return self.module(x)
         finally:
-            for table, key, tensor in own:
+            for table, key, tensor in replaced:
                 table[key] = tensor
 
 
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a module that holds these parameters and buffers, in the mode of evaluation."""
+    """A copy of a module with these parameters and buffers, in eval mode."""
     filled = copy.deepcopy(module).eval()
     own = {**dict(filled.named_parameters()), **dict(filled.named_buffers())}
     with torch.no_grad():

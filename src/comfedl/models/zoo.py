@@ -1,4 +1,4 @@
-"""The models of the paper, by the names that a config uses. Anything else is the reader's own nn.Module."""
+"""The models of the paper, by the name used in a config; any other nn.Module works as well."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comfedl.utils.errors import ConfigError
 
 
 def logistic(shape: Sequence[int], classes: int) -> nn.Module:
-    """Softmax regression on the flattened input, starting at zero: every class is as likely at first."""
+    """Softmax regression on the flattened input, with all parameters 0 at the start: every class is equally likely."""
     linear = nn.Linear(math.prod(shape), classes)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
@@ -22,7 +22,7 @@ def logistic(shape: Sequence[int], classes: int) -> nn.Module:
 
 
 def mlp(shape: Sequence[int], classes: int, hidden: Sequence[int] = (80, 60)) -> nn.Module:
-    """A multilayer perceptron with ReLU."""
+    """A multilayer perceptron with ReLU activations."""
     for width in hidden:
         checks.at_least("model.hidden", width, 1)
     widths = [math.prod(shape), *hidden]
@@ -34,11 +34,11 @@ NORMS = ("batch", "running", "group", "none")
 
 
 def cnn4(shape: Sequence[int], classes: int, filters: int = 32, norm: str = "batch") -> nn.Module:
-    """The four-layer CNN of MAML: four blocks of 3x3 convolution, norm, ReLU and 2x2 max-pooling, then linear.
+    """The CNN of MAML: four blocks of 3x3 convolution, norm, ReLU and 2x2 max-pooling, then a linear layer.
 
-    ``norm`` is "batch" (statistics of the batch at hand, also when evaluated, as in MAML), "running" (BatchNorm with
-    running statistics), "group" (GroupNorm, which does not depend on the batch) or "none". Convolutions start from
-    Xavier's initialisation with zero bias.
+    ``norm`` is "batch" (statistics of the current batch, also in eval mode, as in MAML), "running" (BatchNorm with
+    running statistics), "group" (GroupNorm, which does not depend on the batch) or "none". Convolutions have Xavier
+    initialisation and zero bias.
     """
     checks.at_least("model.filters", filters, 1)
     checks.one_of("model.norm", norm, NORMS)
@@ -51,8 +51,8 @@ def cnn4(shape: Sequence[int], classes: int, filters: int = 32, norm: str = "bat
         nn.init.xavier_uniform_(convolution.weight)
         assert convolution.bias is not None
         nn.init.zeros_(convolution.bias)
-        layers: list[nn.Module] = [convolution, *_norm(norm, filters), nn.ReLU()]
-        if min(height, width) >= 2:  # an 8x8 digit is a single pixel after three blocks
+        layers: list[nn.Module] = [convolution, *_norm_layer(norm, filters), nn.ReLU()]
+        if min(height, width) >= 2:  # three blocks turn an 8x8 digit into a single pixel
             layers.append(nn.MaxPool2d(2))
             height, width = height // 2, width // 2
         blocks.append(nn.Sequential(*layers))
@@ -60,7 +60,7 @@ def cnn4(shape: Sequence[int], classes: int, filters: int = 32, norm: str = "bat
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(filters * height * width, classes))
 
 
-def _norm(norm: str, filters: int) -> list[nn.Module]:
+def _norm_layer(norm: str, filters: int) -> list[nn.Module]:
     if norm == "group":
         return [nn.GroupNorm(math.gcd(8, filters), filters)]
     if norm == "none":
@@ -74,9 +74,9 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"logistic": logistic, "mlp": mlp,
 def build(
     model: str | Callable[..., nn.Module], shape: Sequence[int], classes: int, seed: int, **options: object
 ) -> nn.Module:
-    """Make a model, by its name or by a function that is called as ``function(shape, classes, **options)``.
+    """Build a model by name, or by a function called as ``function(shape, classes, **options)``.
 
-    Its initial parameters depend on ``seed`` alone.
+    Its initial parameters depend only on ``seed``.
     """
     if isinstance(model, str):
         checks.one_of("model", model, MODELS)

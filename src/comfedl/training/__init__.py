@@ -1,1 +1,1 @@
-"""``fit``: the loop of rounds, its callbacks, and the folder of a run."""
+"""``fit``: the training loop, its callbacks, and the run folder."""

@@ -1,4 +1,4 @@
-"""Callbacks: the one way to hang something on the loop of rounds."""
+"""Callbacks: the way to extend the training loop."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from comfedl.training.result import Result
 
 
 class Callback:
-    """Override what you need; each method is called at its moment of the run."""
+    """Override the methods you need."""
 
     def started(self) -> None:
-        """All input has been checked; the first round is about to begin."""
+        """Called before the first round, after all input has been checked."""
 
     def round_done(self, number: int) -> None:
-        """A round has ended (and has been evaluated, where it was its turn)."""
+        """Called after each round, and after its evaluation if it has one."""
 
     def settled(self, snapshot: Snapshot) -> None:
-        """The same moment, with all that is needed to go on from here."""
+        """Called right after ``round_done``, with everything needed to resume from this round."""
 
     def evaluated(self, row: Row, clients: Sequence[Row]) -> None:
-        """The clients have been evaluated: the round's row, and one row a client."""
+        """Called after each evaluation, with the round's row and one row per client."""
 
     def finished(self, result: Result) -> None:
-        """The run has ended well."""
+        """Called when the run has succeeded."""
 
     def failed(self, error: BaseException) -> None:
-        """The run has ended with an error, or was interrupted."""
+        """Called when the run has failed or was interrupted."""

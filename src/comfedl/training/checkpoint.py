@@ -1,8 +1,8 @@
-"""Checkpoints: what is needed to go on with a run as if it had never stopped.
+"""Checkpoints: everything needed to resume a run as if it had never stopped.
 
-A checkpoint is a folder ``round-N`` with the tensors in a safetensors file and everything else in JSON; nothing in it
-can execute. It is written under another name, synced and renamed, so that it is there whole or not at all; both files
-carry a checksum, so that one that was damaged later is noticed, and the checkpoint before it is used.
+A checkpoint is a folder ``round-N`` with tensors in a safetensors file and everything else in JSON; nothing in it can
+execute code. It is written under another name, synced and renamed, so it is either complete or absent. Both files have
+a checksum; if one is damaged, the previous checkpoint is used.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from comfedl.utils.files import TensorFile, TensorSpec, sync
 from comfedl.utils.tree import Tree
 
 VERSION = 2
-KEPT = 2  # so that one is left where the last turns out to be damaged
+KEPT = 2  # so that one is left if the last is damaged
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run between two rounds: the server's state, what clients keep (by position), and what has been sent.
+    """A run between two rounds: the server's state, the clients' states (by position), and the bytes sent.
 
-    ``offences`` counts the replies of each client that were refused.
+    ``offences`` counts each client's refused replies.
     """
 
     round: int
@@ -46,27 +46,27 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint that was read: the snapshot, and the records' lengths in bytes and checksums then."""
+class LoadedCheckpoint:
+    """A checkpoint: the snapshot, and the size in bytes and checksum of each record file at that round."""
 
     snapshot: Snapshot
     records: Mapping[str, tuple[int, str]]
 
 
 def write(folder: Path, snapshot: Snapshot, records: Mapping[str, tuple[int, str]], fingerprint: str) -> None:
-    """Write a checkpoint and drop all but the last few."""
+    """Write a checkpoint, and delete all but the last few."""
     tensors: dict[str, Tensor] = {}
     places: dict[tuple[Any, ...], str] = {}
 
     def keep(part: Tensor) -> str:
-        """The name of a tensor; one that stands in several places is kept once."""
+        """The name under which a tensor is saved; a tensor that occurs several times is saved once."""
         place = (part.data_ptr(), part.shape, part.stride(), part.dtype) if part.numel() else (id(part),)
         if place not in places:
             places[place] = str(len(places))
             tensors[places[place]] = part.detach().cpu().contiguous().clone()
         return places[place]
 
-    state, groups = _mapped(keep, snapshot.state), _grouped(snapshot.clients())
+    state, groups = _map_to_text(keep, snapshot.state), _group_states(snapshot.clients())
     meta: dict[str, Any] = {
         "version": VERSION,
         "round": snapshot.round,
@@ -88,36 +88,36 @@ def write(folder: Path, snapshot: Snapshot, records: Mapping[str, tuple[int, str
             file.seek(0)
             meta["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
         with (part / "meta.json").open("wb") as description:
-            description.write(_sealed(json.dumps(meta).encode()))
+            description.write(_with_checksum(json.dumps(meta).encode()))
             sync(description)
-        if final.exists():  # the same round once more, after a damaged one was passed over
+        if final.exists():  # a damaged checkpoint of this round
             shutil.rmtree(final)
         os.replace(part, final)
-        _sync(folder)
+        _sync_folder(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    for old in _found(folder)[KEPT:]:
+    for old in _checkpoints(folder)[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Saved | None:
-    """The newest checkpoint that is whole; None where there is none at all.
+def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> LoadedCheckpoint | None:
+    """The newest undamaged checkpoint; None if there is no checkpoint.
 
-    The server's tensors go to the devices of their counterparts in ``like``, the clients' to ``device``.
+    The server's tensors are moved to the devices of their counterparts in ``like``, the clients' to ``device``.
 
     Raises:
-        RunFolderError: the run is another one, another version has written it, or no checkpoint is whole.
+        RunFolderError: if it is of another run or version, or if all checkpoints are damaged.
     """
-    found = _found(folder)
+    found = _checkpoints(folder)
     for path in found:
         try:
-            meta = json.loads(_unsealed((path / "meta.json").read_bytes()))
+            meta = json.loads(_verified((path / "meta.json").read_bytes()))
             version = meta["version"]
             if version != VERSION:
                 raise RunFolderError(
                     f"{path} was written by another version of comfedl (format {version}; this one reads {VERSION}); "
-                    "go on with that version, or start anew with --force."
+                    "resume with that version, or start over with --force."
                 )
             with (path / "tensors.safetensors").open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != meta["sha256"]:
@@ -125,12 +125,12 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Sa
             tensors = load_file(path / "tensors.safetensors")
         except RunFolderError:
             raise
-        except Exception as error:  # whatever a damaged file makes the readers raise
-            warnings.warn(f"The checkpoint {path} is damaged ({error}); the one before it is used.", stacklevel=2)
+        except Exception as error:  # a damaged file may raise anything
+            warnings.warn(f"The checkpoint {path} is damaged ({error}); using the previous one.", stacklevel=2)
             continue
         if meta["fingerprint"] != fingerprint:
             raise RunFolderError(
-                f"{path} belongs to a run with other data or another initial model; give those, or start anew with "
+                f"{path} belongs to a run with other data or another initial model; use those, or start over with "
                 "--force."
             )
 
@@ -143,23 +143,23 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Sa
             for row, client in enumerate(tensors[f"clients {number}"].tolist()):
                 kept[client] = tree.map(lambda leaf, row=row: leaf[row], states)
         try:
-            # Copies lie in memory as the tensors of a run do: by where they lie, the last bit of a product may differ.
+            # Clones are aligned in memory like a run's tensors; alignment can change the last bit of a product.
             state = tree.map(lambda leaf, mate: leaf.clone().to(mate.device), give(meta["state"]), like)
-        except (LookupError, TypeError, AttributeError) as error:  # the run is this one, but its state has another form
+        except (LookupError, TypeError, AttributeError) as error:  # the same run, with another state structure
             raise RunFolderError(
-                f"{path} was written by another version of comfedl, which keeps the state of this method otherwise; "
-                "go on with that version, or start anew with --force."
+                f"{path} was written by another version of comfedl, with another state for this method; resume with "
+                "that version, or start over with --force."
             ) from error
         offences = {int(client): count for client, count in meta["offences"].items()}
         snapshot = Snapshot(meta["round"], state, kept.copy, meta["traffic"], offences)
-        return Saved(snapshot, meta["records"])
+        return LoadedCheckpoint(snapshot, meta["records"])
     if found:
-        raise RunFolderError(f"No checkpoint in {folder} is whole; start the run anew with --force.")
+        raise RunFolderError(f"All checkpoints in {folder} are damaged; start over with --force.")
     return None
 
 
 class _Group(NamedTuple):
-    """Clients with states of one form; ``places`` is that form with the names of the tensors that hold them all."""
+    """Clients with states of the same structure; ``places`` is that structure with the names of the stacked tensors."""
 
     clients: list[int]
     states: list[list[Tensor]]
@@ -167,13 +167,13 @@ class _Group(NamedTuple):
     places: Any
 
 
-def _grouped(states: Mapping[int, Tree]) -> list[_Group]:
+def _group_states(states: Mapping[int, Tree]) -> list[_Group]:
     groups: dict[str, _Group] = {}
     for client, state in states.items():
-        form = repr(_mapped(lambda leaf: f"{tuple(leaf.shape)} {leaf.dtype}", state))
+        form = repr(_map_to_text(lambda leaf: f"{tuple(leaf.shape)} {leaf.dtype}", state))
         if form not in groups:
             names = [f"clients {len(groups)}, {j}" for j, _ in enumerate(tree.leaves(state))]
-            groups[form] = _Group([], [], names, _mapped(partial(_next, iter(names)), state))
+            groups[form] = _Group([], [], names, _map_to_text(partial(_next, iter(names)), state))
         groups[form].clients.append(client)
         groups[form].states.append(list(tree.leaves(state)))
     return list(groups.values())
@@ -183,17 +183,17 @@ def _next(names: Iterator[str], leaf: Tensor) -> str:
     return next(names)
 
 
-def _mapped(fn: Callable[[Tensor], str], part: Tree) -> Any:
-    """A tree of tensors as one of texts."""
+def _map_to_text(fn: Callable[[Tensor], str], part: Tree) -> Any:
+    """A tree of tensors mapped to a tree of strings."""
     if isinstance(part, dict):
-        return {name: _mapped(fn, below) for name, below in part.items()}
+        return {name: _map_to_text(fn, below) for name, below in part.items()}
     if not isinstance(part, Tensor):
-        raise TypeError(f"A state holds a {type(part).__name__}; it may hold tensors and dicts of them.")
+        raise TypeError(f"A state contains a {type(part).__name__}; it may only contain tensors and dicts of them.")
     return fn(part)
 
 
 def _write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], groups: Sequence[_Group]) -> None:
-    """The server's tensors one by one, and the clients' with a row a client, without a copy of them all."""
+    """The server's tensors one by one, and the clients' with one row per client, without stacking them in memory."""
     whole = {**tensors, **{f"clients {k}": torch.tensor(group.clients) for k, group in enumerate(groups)}}
     shapes: dict[str, TensorSpec] = {name: (part.dtype, part.shape) for name, part in whole.items()}
     for group in groups:
@@ -208,25 +208,25 @@ def _write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], groups: Seque
                 out.write(name, leaves[j], row)
 
 
-def _found(folder: Path) -> list[Path]:
+def _checkpoints(folder: Path) -> list[Path]:
     """The checkpoints, newest first."""
     return sorted((path for path in folder.glob("round-*") if path.is_dir()), reverse=True) if folder.is_dir() else []
 
 
-def _sealed(text: bytes) -> bytes:
-    """A text with its own checksum in front."""
+def _with_checksum(text: bytes) -> bytes:
+    """A text with its checksum in the first line."""
     return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
 
-def _unsealed(data: bytes) -> bytes:
+def _verified(data: bytes) -> bytes:
     digest, _, text = data.partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != digest:
-        raise ValueError("its description does not match its checksum")
+        raise ValueError("its meta.json does not match its checksum")
     return text
 
 
-def _sync(folder: Path) -> None:
-    """Make a rename last: the folder itself is synced, where the system can."""
+def _sync_folder(folder: Path) -> None:
+    """Sync a folder, where the system can, so that a rename in it survives a crash."""
     if hasattr(os, "O_DIRECTORY"):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

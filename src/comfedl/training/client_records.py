@@ -1,4 +1,4 @@
-"""The records of clients: kept as numbers in flat arrays, and made into rows when they are looked at."""
+"""Per-client records, stored in flat arrays and turned into rows on access."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from comfedl.core.client_statistics import Row
 from comfedl.core.protocol import Scores
 from comfedl.data.client_names import find
 
-FEW = 100_000  # up to so many rows are given as a list
+FEW = 100_000  # up to this many rows are returned as a list
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation(Sequence[Row]):
-    """One row a client after one round; the numbers of client k are ``values[starts[k] : starts[k + 1]]``."""
+    """One row per client after one round; the values of row k are ``values[starts[k] : starts[k + 1]]``."""
 
     round: int
     names: Sequence[str]
@@ -40,7 +40,7 @@ class Evaluation(Sequence[Row]):
         groups: Sequence[Scores],
         extra: Mapping[str, NDArray[np.float64]],
     ) -> Evaluation:
-        """From scores of some names or others, and numbers that every client has."""
+        """From tables of scores, and extra columns that every client has."""
         more = np.stack(list(extra.values()), axis=1) if extra else np.zeros((len(clients), 0))
         kind, lengths = np.zeros(len(clients), dtype=np.int64), np.zeros(len(clients) + 1, dtype=np.int64)
         for number, group in enumerate(groups):
@@ -55,7 +55,7 @@ class Evaluation(Sequence[Row]):
         return cls(round, names, np.asarray(clients, dtype=np.int64), kinds, kind, starts, values)
 
     def columns(self, leave_out: Iterable[str] = ()) -> dict[str, NDArray[np.float64]]:
-        """Each name's numbers, in the order of the clients that have it."""
+        """The values under each name, in the order of the clients that have it."""
         _, first = np.unique(self.kind, return_index=True)
         in_order = [self.kinds[k] for k in self.kind[np.sort(first)]]
         found = {}
@@ -90,16 +90,16 @@ class ClientRows(Sequence[Row]):
             self.add(evaluation)
 
     def add(self, evaluation: Evaluation) -> None:
-        """Put the rows of an evaluation at the end."""
+        """Append the rows of an evaluation."""
         self._evaluations.append(evaluation)
         self._ends.append(len(self) + len(evaluation))
 
     @classmethod
     def read(cls, rows: Iterable[Row], names: Sequence[str]) -> ClientRows:
-        """From rows as they were written; the names are those of all clients, in order."""
+        """From rows as they were written; ``names`` are those of all clients, in order."""
         found = cls()
         for number, each in groupby(rows, key=lambda row: row["round"]):
-            found.add(_gathered(int(number), each, names))
+            found.add(_evaluation_of(int(number), each, names))
         return found
 
     def __len__(self) -> int:
@@ -129,12 +129,12 @@ class ClientRows(Sequence[Row]):
 
 
 def few_as_list(rows: Sequence[Row]) -> Sequence[Row]:
-    """Rows as a plain list where there are not too many of them."""
+    """Rows as a plain list, unless there are too many."""
     return list(rows) if len(rows) <= FEW else rows
 
 
-def _gathered(round: int, rows: Iterable[Row], names: Sequence[str]) -> Evaluation:
-    """One evaluation from its rows."""
+def _evaluation_of(round: int, rows: Iterable[Row], names: Sequence[str]) -> Evaluation:
+    """An evaluation, from its rows."""
     kinds: dict[tuple[str, ...], int] = {}
     clients, kind, starts, values = array("q"), array("q"), array("q", [0]), array("d")
     for row in rows:

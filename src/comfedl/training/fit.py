@@ -16,7 +16,7 @@ from comfedl.algorithms.context import Traffic
 from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
 from comfedl.core.protocol import Engine
-from comfedl.core.reply_validation import Screen
+from comfedl.core.reply_validation import ReplyValidator
 from comfedl.data.federated import FederatedData
 from comfedl.data.tabular import Encoding
 from comfedl.engines import make_engine
@@ -65,32 +65,32 @@ def fit(
     Args:
         model: an nn.Module, which is not changed, or for a ``Composition`` a dict of tensors.
         fed: the clients' data.
-        algorithm: the method, with its hyper-parameters.
-        rounds: how many rounds of communication.
-        seed: the same seed gives the same run, to the bit.
+        algorithm: the method, with its hyperparameters.
+        rounds: the number of communication rounds.
+        seed: the same seed gives the same run, bit for bit.
         loss: "cross_entropy", "bce" (two classes, one output), "mse", "mae" or "huber", or a function (output, y) ->
-            mean loss of the batch; a problem of the reader's own brings its own and does not use it.
-        clients_per_round: how many clients take part in a round, drawn uniformly; None is all of them.
-        eval_every: evaluate the clients after every so many rounds, and after the last.
-        eval_clients: how many clients are evaluated, drawn once for the run; None is all of them. The records and the
-            objective are then of these clients alone, and say of how many.
-        engine: where the clients live: "embedded", or "distributed" under torchrun, where every process makes this call
-            and the first one alone writes, shows progress and has the callbacks.
-        out: a folder to write the run to.
-        resume: go on with the run that ``out`` holds, from its last checkpoint: the result is the same, to the bit.
+            mean loss of the batch; a ``Composition`` does not use it.
+        clients_per_round: the number of participants per round, drawn uniformly; None is all clients.
+        eval_every: evaluate the clients every this many rounds, and after the last.
+        eval_clients: how many clients to evaluate, drawn once per run; None is all of them. Otherwise the records and
+            the objective are of these clients only, and give their number.
+        engine: "embedded", or "distributed" under torchrun, where every process makes this call, but only the first
+            writes, shows progress and runs the callbacks.
+        out: the folder to write the run to.
+        resume: resume the run in ``out`` from its last checkpoint; the result is the same, bit for bit.
         progress: show a progress bar.
-        force: replace a run that ``out`` already holds.
-        checkpoint_every: write a checkpoint to ``out`` after every so many rounds; None is about every 30 seconds.
+        force: replace the run in ``out``.
+        checkpoint_every: write a checkpoint to ``out`` every this many rounds; None is about every 30 seconds.
         save_personal: write every client's personal model to ``out`` at the end.
-        quorum: the share of a round's replies that must be usable; with fewer the run stops, its state saved.
-        callbacks: what else hangs on the loop.
-        settings: what to record in the run folder as its config; by default these arguments.
-        engine_options: the engine's own arguments, such as ``{"vectorize": "serial"}`` (see ``Embedded``).
+        quorum: the fraction of a round's replies that must be usable; with fewer, the run saves its state and stops.
+        callbacks: callbacks for the training loop.
+        settings: the config to record in the run folder; by default these arguments.
+        engine_options: options of the engine, such as ``{"vectorize": "serial"}`` (see ``Embedded``).
 
     Raises:
-        ConfigError: a setting that cannot be used.
-        DataError: data that cannot be used with this model.
-        Diverged: training left the finite numbers.
+        ConfigError: if a setting is invalid.
+        DataError: if the data do not fit the model.
+        Diverged: if training diverged (NaN or infinity).
     """
     started = time.perf_counter()
     options = RunOptions(
@@ -137,40 +137,40 @@ def fit_on(
     module: nn.Module | None = None,
     started: float | None = None,
 ) -> Result:
-    """Train on an engine that has its clients already, wherever their data are.
+    """Train on an engine that already holds its clients, wherever their data are.
 
     Args:
-        initial, frozen: the model's parts, as ``make_learner`` gives them.
-        contents: what a run must have in common with the one that it resumes, besides ``settings`` and the model.
-        settings: what the run's folder records as its config.
-        encoding: how a table's rows became numbers, for the run's folder.
-        started: when the run began, by ``time.perf_counter``.
+        initial, frozen: the model's parts, from ``make_learner``.
+        contents: what must match on a resume, besides ``settings`` and the model.
+        settings: the config to record in the run folder.
+        encoding: how a table's rows were turned into numbers, for the run folder.
+        started: when the run started, by ``time.perf_counter``.
     """
     started = time.perf_counter() if started is None else started
     if options.resume and options.out is None:
-        raise ConfigError("resume is given without out; say which run's folder to go on with.")
+        raise ConfigError("resume is given without out; give the folder of the run to resume.")
     count, device = len(clients.names), next(iter(initial["params"].values())).device
-    callbacks: list[Callback] = list(options.callbacks) if clients.leads else []
+    callbacks: list[Callback] = list(options.callbacks) if clients.is_leader else []
     try:
-        if options.progress and clients.leads:
-            from comfedl.training.progress import Progress  # importing rich draws from Python's global generator
+        if options.progress and clients.is_leader:
+            from comfedl.training.progress import Progress  # importing rich uses Python's global random generator
 
             callbacks.append(Progress(options.rounds))
         folder = None
-        if options.out is not None and clients.leads:
+        if options.out is not None and clients.is_leader:
             known = fingerprint(*contents, *frozen.values(), *tree.leaves(initial))
             folder = RunFolder(Path(options.out), settings, options, known, encoding)
             if options.save_personal and count > personal_models.MOST_FILES:
-                folder.room = count * tree.nbytes({**initial, "frozen": frozen})
+                folder.personal_bytes = count * tree.nbytes({**initial, "frozen": frozen})
             callbacks.insert(0, folder)
         elif options.out is not None:
             callbacks.append(WorkerCallback(options.save_personal))
 
-        screen = Screen(initial, clients.names, options.quorum)
-        loop = Loop(algorithm, clients, options, callbacks, screen)
+        validator = ReplyValidator(initial, clients.names, options.quorum)
+        loop = Loop(algorithm, clients, options, callbacks, validator)
         algorithm.check(count, loop.participants)
         state, first_round = algorithm.init(initial, count), 1
-        loaded = clients.share(partial(_load, folder, options.resume, state, device, clients.names))
+        loaded = clients.broadcast(partial(_load, folder, options.resume, state, device, clients.names))
         if loaded is not None:
             saved, loop.rows, loop.client_rows = loaded
             if saved is not None:
@@ -178,12 +178,12 @@ def fit_on(
                 first_round = saved.round + 1
                 clients.restore(saved.clients())
                 loop.traffic = Traffic(**saved.traffic)
-                screen.offences = dict(saved.offences)
+                validator.offences = dict(saved.offences)
         for callback in callbacks:
             callback.started()
         for number in range(first_round, options.rounds + 1):
-            state = loop.whole_round(number, state)
-        loop.close()
+            state = loop.run_round(number, state)
+        loop.complete_round()
         final = algorithm.reported(state)
         result = Result(
             params={**final["params"], **frozen},
@@ -198,16 +198,16 @@ def fit_on(
         )
         for callback in callbacks:
             callback.finished(result)
-        clients.end(None)
+        clients.finish(None)
     except BaseException as error:
         if isinstance(error, Diverged):
             error.advice = algorithm.explain(error)
         for callback in callbacks:
             try:
                 callback.failed(error)
-            except Exception as second:  # one that cannot clean up must not keep the others from it
+            except Exception as second:  # the other callbacks must still clean up
                 error.add_note(f"{type(callback).__name__} failed as well: {second}")
-        clients.end(error)
+        clients.finish(error)
         raise
     return result
 
@@ -215,5 +215,5 @@ def fit_on(
 def _load(
     folder: RunFolder | None, resume: bool, state: State, device: torch.device, names: Sequence[str]
 ) -> tuple[Snapshot | None, list[Row], ClientRows] | None:
-    """What there is to go on from."""
+    """The state to resume from, if any."""
     return folder.load(state, device, names) if folder is not None and resume else None

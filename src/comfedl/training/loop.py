@@ -1,4 +1,4 @@
-"""The loop of rounds: a round of the method, its evaluation, and the callbacks. It knows no algorithm."""
+"""The training loop, for any algorithm: a round, its evaluation, and the callbacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comfedl.core import client_statistics
 from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
 from comfedl.core.protocol import Engine, Replies
-from comfedl.core.reply_validation import Screen
+from comfedl.core.reply_validation import ReplyValidator
 from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Snapshot
 from comfedl.training.client_records import ClientRows, Evaluation, few_as_list
@@ -24,7 +24,7 @@ from comfedl.utils.errors import Diverged, QuorumError
 
 
 class Loop:
-    """The rounds of one run, and what they have recorded and sent so far."""
+    """The rounds of one run, with its records and traffic so far."""
 
     def __init__(
         self,
@@ -32,24 +32,24 @@ class Loop:
         engine: Engine,
         options: RunOptions,
         callbacks: Sequence[Callback],
-        screen: Screen,
+        validator: ReplyValidator,
     ) -> None:
         self.algorithm, self.engine, self.options = algorithm, engine, options
         self.participants = options.clients_per_round or len(engine.names)
-        self.callbacks, self.screen, self.steps = callbacks, screen, algorithm.steps()
+        self.callbacks, self.validator, self.steps = callbacks, validator, algorithm.steps()
         self.rows: list[Row] = []
         self.client_rows = ClientRows()
         self.traffic = Traffic()
         self._evaluated: Sequence[int] = range(len(engine.names))
-        self._noted: Row = {}  # what every row says besides its numbers
-        self._open: Callable[[], None] | None = None
+        self._extra: Row = {}  # constant columns of every row
+        self._pending: Callable[[], None] | None = None
         if options.eval_clients is not None:
             generator = rng.generator(options.seed, "evaluated clients")
             drawn = generator.choice(len(engine.names), size=options.eval_clients, replace=False, shuffle=False)
-            self._evaluated, self._noted = sorted(drawn.tolist()), {"eval_clients": int(options.eval_clients)}
+            self._evaluated, self._extra = sorted(drawn.tolist()), {"eval_clients": int(options.eval_clients)}
 
-    def whole_round(self, number: int, state: State) -> State:
-        """A round with its evaluation and its callbacks; on an engine that lags, these come after the next round."""
+    def run_round(self, number: int, state: State) -> State:
+        """A round, its evaluation and callbacks; if the engine defers replies, these two follow the next round."""
         evaluated = number % self.options.eval_every == 0 or number == self.options.rounds
         context = RoundContext(
             number,
@@ -57,32 +57,33 @@ class Loop:
             self.participants,
             self.engine,
             self.traffic,
-            self.screen,
+            self.validator,
             self.steps,
             evaluated,
         )
         try:
             state, participation = self.algorithm.round(state, context)
         except (QuorumError, Diverged):
-            self.close()  # the round before this one is whole, and the run can go on from it
+            self.complete_round()  # the previous round succeeded, and the run can resume from it
             raise
-        self.close()
+        self.complete_round()
         record = self._evaluate(number, state, participation) if evaluated else None
-        if record is not None and not self.engine.lags:
+        if record is not None and not self.engine.defers_replies:
             record()
             record = None
-        self.engine.settle()
-        snapshot = Snapshot(number, state, self.engine.kept(), self.traffic.so_far(), dict(self.screen.offences))
-        self._open = partial(self._done, snapshot, record)
-        if not self.engine.lags:
-            self.close()
+        self.engine.commit_round()
+        states, offences = self.engine.capture_states(), dict(self.validator.offences)
+        snapshot = Snapshot(number, state, states, self.traffic.so_far(), offences)
+        self._pending = partial(self._done, snapshot, record)
+        if not self.engine.defers_replies:
+            self.complete_round()
         return state
 
-    def close(self) -> None:
-        """Do what is left to do of a round."""
-        left, self._open = self._open, None
-        if left is not None:
-            left()
+    def complete_round(self) -> None:
+        """Record the pending evaluation and run the callbacks of the last round."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
 
     def _done(self, snapshot: Snapshot, record: Callable[[], None] | None) -> None:
         if record is not None:
@@ -92,18 +93,18 @@ class Loop:
             callback.settled(snapshot)
 
     def _evaluate(self, number: int, state: State, participation: Participation) -> Callable[[], None]:
-        """Ask the clients for their scores; the function that is returned takes them and records them."""
+        """Request the clients' scores; the returned function fetches and records them."""
         message = {"model": self.algorithm.reported(state)}
-        answers = self.engine.later("evaluate", self._evaluated, message, number)
+        answers = self.engine.run_deferred("evaluate", self._evaluated, message, number)
         return partial(self._record, number, participation, answers, self.traffic.so_far())
 
     def _record(
         self, number: int, participation: Participation, answers: Callable[[], Replies], sent: Mapping[str, int]
     ) -> None:
-        replies = self.screen.passed(number, self._evaluated, answers(), self.steps["evaluate"].sends)
+        replies = self.validator.validate(number, self._evaluated, answers(), self.steps["evaluate"].sends)
         weights: dict[int, float] = {}
         for client, weight in zip(participation.clients, participation.weights.tolist(), strict=True):
-            weights[client] = weights.get(client, 0.0) + weight  # a client may be drawn more than once
+            weights[client] = weights.get(client, 0.0) + weight  # a client may be drawn several times
         more = {"weight": np.array([weights.get(i, 0.0) for i in replies.clients])}
         if participation.duals is not None:
             more["dual"] = participation.duals.numpy()[replies.clients]
@@ -117,7 +118,7 @@ class Loop:
             "weights_kl": client_statistics.divergence(list(weights.values())),
             "participants": len(weights),
             **sent,
-            **self._noted,
+            **self._extra,
         }
         self.rows.append(row)
         self.client_rows.add(found)
@@ -125,7 +126,7 @@ class Loop:
             callback.evaluated(row, few_as_list(found))
 
     def personal_models(self, number: int, model: Model, frozen: Params) -> Callable[[Sequence[int]], Iterator[Model]]:
-        """A function that gives clients' personal models as they are after this round."""
+        """A function that returns clients' personal models after this round."""
 
         def ask(clients: Sequence[int]) -> Iterator[Model]:
             for found in self.engine.run("personal", clients, {"model": model}, number).each("model"):

@@ -1,4 +1,4 @@
-"""What a run is, apart from its model, its data and its method."""
+"""The options of a run: everything but its model, data and method."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from comfedl.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of a run; ``fit`` says what each of them means.
+    """The options of a run; see ``fit``.
 
-    Those in ``RECORDED`` define the run and are written to its config; the others say where it is written and who
-    watches it.
+    Those in ``RECORDED`` define the run and are written to its config; the others say where and how to report it.
     """
 
     rounds: int = 200
@@ -48,11 +47,11 @@ class RunOptions:
                 checks.at_least(name, getattr(self, name), 1)
         if not isinstance(self.save_personal, bool):
             raise ConfigError(f"save_personal is {self.save_personal!r}, but it must be true or false.")
-        for name in ("rounds", "seed", "eval_every"):  # numpy's integers become Python's own
+        for name in ("rounds", "seed", "eval_every"):  # convert NumPy integers
             object.__setattr__(self, name, int(getattr(self, name)))
 
     def check_clients(self, clients: int) -> None:
-        """Check that there are as many clients as the options ask for."""
+        """Check that there are enough clients for the options."""
         for name in ("clients_per_round", "eval_clients"):
             value = getattr(self, name)
             if value is not None and value > clients:

@@ -1,4 +1,4 @@
-"""Personal models on disk: a file for each client, or for very many one file with a row a client in every tensor."""
+"""Personal models on disk: one file per client or, for many clients, one file with a row per client in every tensor."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from comfedl.utils import tree
 from comfedl.utils.errors import RunFolderError
 from comfedl.utils.files import TensorFile, sync, write_atomic
 
-MOST_FILES = 1000  # with more clients than this their models go to one file
-BATCH = 2**25  # bytes of models that are asked for and written at a time, about
+MOST_FILES = 1000  # with more clients, their models go to one file
+BATCH = 2**25  # approximate bytes of models that are computed and written at a time
 MODELS, NAMES = "models.safetensors", "clients.json"
 
 
 def file_name(client: str) -> str:
-    """A client's name as the name of a file: what a file system may not like is percent-encoded, and a long one cut."""
+    """A file name for a client: unsafe characters are percent-encoded, long names are cut and get a hash."""
     safe = quote(client, safe=" +=@,")
     safe = safe.replace(".", "%2E") if safe.startswith(".") else safe
     if len(safe) <= 200:
@@ -38,17 +38,17 @@ def file_name(client: str) -> str:
 
 
 def model_bytes(model: Model) -> bytes:
-    """A model's parameters and buffers as a safetensors file."""
+    """A model's parameters and buffers in safetensors format."""
     tensors = {**model["params"], **model["buffers"]}
     content: bytes = save({name: part.contiguous() for name, part in tensors.items()})
     return content
 
 
 def write_personal(folder: Path, result: Result) -> None:
-    """Write every client's personal model; from one file for all of them the result then reads them."""
+    """Write every client's personal model; if they are in one file, ``result`` then reads them from it."""
     folder.mkdir(exist_ok=True)
     if len(result.names) <= MOST_FILES:
-        for (client,) in asked(result):
+        for (client,) in client_batches(result):
             model = next(iter(result.ask_personal([client])))
             write_atomic(folder / f"{file_name(result.names[client])}.safetensors", model_bytes(model))
         return
@@ -79,18 +79,18 @@ def write_personal(folder: Path, result: Result) -> None:
 
 
 def _write_rows(file: IO[bytes], result: Result) -> None:
-    """The models of all clients, in the order of their names."""
+    """Write all clients' models, in the order of their names."""
     like, count = {**result.params, **result.buffers}, len(result.names)
     rows = TensorFile(file, {name: (part.dtype, (count, *part.shape)) for name, part in like.items()})
-    for clients in asked(result):
+    for clients in client_batches(result):
         models = list(result.ask_personal(clients))
         for kind in ("params", "buffers"):
             for name in models[0][kind]:
                 rows.write(name, torch.stack([model[kind][name] for model in models]), clients[0])
 
 
-def asked(result: Result) -> Iterator[range]:
-    """The clients whose models are asked for at a time, when all are written."""
+def client_batches(result: Result) -> Iterator[range]:
+    """Ranges of clients whose models are computed together when all are written."""
     count = len(result.names)
     batch = 1
     if count > MOST_FILES:
@@ -99,11 +99,11 @@ def asked(result: Result) -> Iterator[range]:
 
 
 class PersonalModels(Mapping[str, Params]):
-    """The personal models that a run's folder holds; a model is read from the file when it is asked for.
+    """The personal models in a run folder, read from the file on access.
 
     Args:
         folder: the folder ``personal`` of a run with more than a thousand clients.
-        names: the clients' names, where they are known; by default they are read.
+        names: the clients' names; by default they are read from the folder.
     """
 
     def __init__(self, folder: Path, names: Sequence[str] | None = None) -> None:
@@ -127,7 +127,7 @@ class PersonalModels(Mapping[str, Params]):
         return len(self.names)
 
     def row(self, place: int) -> Params:
-        """The model of the client at this place among the names."""
+        """The model of the client at this position."""
         try:
             with self._file() as file:
                 return {name: file.get_slice(name)[place : place + 1][0].clone() for name in file.keys()}  # noqa: SIM118

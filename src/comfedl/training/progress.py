@@ -1,4 +1,4 @@
-"""A run as it goes: a live display in a terminal, or a JSON line an evaluated round for machines."""
+"""Progress of a run: a live display in a terminal, or one JSON line per evaluated round."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WATCHED = ("accuracy", "rmse", "auc", "loss")
 
 @dataclass(frozen=True)
 class Seen:
-    """What one looks at while a run goes on: the mean and the worst client by a metric, and who weighs most."""
+    """What to display of a round: a metric's mean and worst client, and the client with the largest weight."""
 
     metric: str
     mean: float
@@ -38,14 +38,14 @@ class Seen:
 
     def __str__(self) -> str:
         worst = "" if self.worst_client is None else f" ({_clipped(self.worst_client)})"
-        said = f"{self.metric.replace('.', ' ')}: mean {self.mean:.3f}, worst {self.worst:.3f}{worst}"
+        scores = f"{self.metric.replace('.', ' ')}: mean {self.mean:.3f}, worst {self.worst:.3f}{worst}"
         if self.heaviest_client is None:
-            return said
-        return f"{said}; heaviest {_clipped(self.heaviest_client)} {self.heaviest_weight:.3f}"
+            return scores
+        return f"{scores}; heaviest {_clipped(self.heaviest_client)} {self.heaviest_weight:.3f}"
 
 
 def seen(row: Row, clients: Sequence[Row]) -> Seen | None:
-    """The numbers to look at, of validation data where there are any; None where the records have no such metric."""
+    """What to display of a round, on validation data if there are any; None if no known metric is recorded."""
     keys = (f"{split}.{metric}" for split in ("validation", "train") for metric in WATCHED)
     key = next((key for key in keys if f"{key}.mean" in row), None)
     if key is None:
@@ -65,7 +65,7 @@ def seen(row: Row, clients: Sequence[Row]) -> Seen | None:
 
 
 def column(clients: Sequence[Row], key: str) -> np.ndarray:
-    """A number of each client; of very many, without making their rows, and nothing where not all have it."""
+    """One number per client (empty if an ``Evaluation`` does not have it for all), without making rows of many."""
     if isinstance(clients, Evaluation):
         column = clients.columns().get(key, np.zeros(0))
         return column if len(column) == len(clients) else np.zeros(0)
@@ -78,7 +78,7 @@ def _clipped(name: str, most: int = 24) -> str:
 
 
 class TwoLines(Bar):
-    """A bar with a line of text below it, cut where the terminal ends."""
+    """A progress bar with a line of text below, cut to the terminal's width."""
 
     said = ""
 
@@ -89,7 +89,7 @@ class TwoLines(Bar):
 
 
 class Progress(Callback):
-    """Round, time left, the mean and worst client and the heaviest; nothing where there is no terminal."""
+    """Shows the round, time left, mean, worst and heaviest client; nothing without a terminal."""
 
     def __init__(self, rounds: int, label: str = "training") -> None:
         console = Console(stderr=True)
@@ -121,7 +121,7 @@ class Progress(Callback):
 
 
 class JsonLines(Callback):
-    """For machines: an evaluated round is a line of JSON, and so is the end of the run."""
+    """Writes a line of JSON for each evaluated round and for the end of the run."""
 
     def __init__(self, rounds: int, label: str = "training", file: IO[str] | None = None) -> None:
         self._rounds, self._label, self._file = rounds, label, file
@@ -141,17 +141,17 @@ class JsonLines(Callback):
     def failed(self, error: BaseException) -> None:
         self.say("failed", error=f"{type(error).__name__}: {error}")
 
-    def say(self, event: str, **told: Any) -> None:
-        """Write a line, at once."""
-        emit(event, self._file, run=self._label, **told)
+    def say(self, event: str, **values: Any) -> None:
+        """Write one line, and flush it."""
+        emit(event, self._file, run=self._label, **values)
 
 
-def emit(event: str, file: IO[str] | None = None, **told: Any) -> None:
-    """One line of JSON on standard output, so that it can be piped."""
-    print(json.dumps({"event": event, **told}), file=file or sys.stdout, flush=True)
+def emit(event: str, file: IO[str] | None = None, **values: Any) -> None:
+    """Write one line of JSON to standard output, so that it can be piped."""
+    print(json.dumps({"event": event, **values}), file=file or sys.stdout, flush=True)
 
 
 def make_progress(log: str, rounds: int, label: str = "training") -> Callback:
-    """What ``--log`` asks for."""
+    """The callback for the option ``--log``."""
     checks.one_of("--log", log, LOGS)
     return JsonLines(rounds, label) if log == "json" else Progress(rounds, label)

@@ -1,4 +1,4 @@
-"""What a run gives."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from comfedl.data.client_names import find
 from comfedl.models.functional import with_tensors
 from comfedl.utils.errors import ConfigError, nearest
 
-MOST_NAMED = 1000  # an error lists all clients up to so many
+MOST_NAMED = 1000  # with more clients, error messages do not look for similar names
 
 
 @dataclass
 class Result:
-    """What a run gives.
+    """The result of a run.
 
     Attributes:
-        params: the global model's parameters; dtype and device are the model's own.
+        params: the global model's parameters, with the dtype and device of the model given.
         buffers: its buffers (BatchNorm's running statistics), empty for most models.
         rounds: one row per evaluated round: "round", "train.loss.mean", "validation.accuracy.worst", "objective",
             "effective_clients", "up_bytes", "down_bytes" and so on.
-        clients: one row per evaluated round and client: "round", "client", "train.loss", "weight" and so on. It is a
-            list, or with more than 100,000 rows a sequence that makes a row when it is looked at.
+        clients: one row per evaluated round and client: "round", "client", "train.loss", "weight" and so on. A list, or
+            with more than 100,000 rows a sequence that makes rows on access.
         traffic: bytes sent in training, up from the clients and down to them.
         seconds: how long the run took.
     """
@@ -44,22 +44,22 @@ class Result:
     module: nn.Module | None = field(default=None, repr=False)
 
     def state_dict(self, client: str | None = None) -> Params:
-        """Parameters and buffers together, for ``model.load_state_dict``: the global model's or a client's own."""
+        """Parameters and buffers for ``model.load_state_dict``: the global model's, or a client's personal model's."""
         model = Model(params=self.params, buffers=self.buffers) if client is None else self.personal_model(client)
         return {**model["params"], **model["buffers"]}
 
     def to_module(self, client: str | None = None) -> nn.Module:
-        """The trained model, ready to use (in the mode of evaluation): the global one or a client's own."""
+        """The trained model in evaluation mode: the global one, or a client's personal one."""
         if self.module is None:
-            raise ConfigError("This run trained a dict of tensors and not a module; its tensors are in result.params.")
+            raise ConfigError("This run trained a dict of tensors, not a module; its tensors are in result.params.")
         return with_tensors(self.module, self.state_dict(client))
 
     def personal(self, client: str) -> Params:
-        """The parameters that this client would use: after its own adaptation steps, or the model it keeps."""
+        """The parameters of a client's personal model: adapted from the global one, or kept by the client."""
         return self.personal_model(client)["params"]
 
     def personal_model(self, client: str) -> Model:
-        """The same with the buffers."""
+        """A client's personal model, with its buffers."""
         place = find(self.names, client) if isinstance(client, str) else None
         if place is None:
             few = len(self.names) <= MOST_NAMED
@@ -68,7 +68,7 @@ class Result:
         return next(self.ask_personal([place]))
 
     def summary(self) -> dict[str, Any]:
-        """The last evaluated round's numbers, nested, with traffic and time."""
+        """The last evaluated round's row, nested, with traffic and time."""
         last = self.rounds[-1]
         return {
             "rounds": last["round"],

@@ -1,6 +1,6 @@
-"""A run's folder: config.toml, rounds.jsonl, clients.jsonl, summary.json, model.safetensors, personal/, checkpoint/.
+"""A run folder: config.toml, rounds.jsonl, clients.jsonl, summary.json, model.safetensors, personal/, checkpoint/.
 
-Where the data were a table or had labels with names, data.json says how their rows became numbers.
+For tables and named labels, data.json records how rows were turned into numbers.
 """
 
 from __future__ import annotations
@@ -41,53 +41,53 @@ from comfedl.utils.signals import install_handlers, restore_handlers
 from comfedl.utils.toml import to_toml
 from comfedl.utils.tree import Tree
 
-# What a run writes. A folder that holds any of these is not free, since they would be replaced.
+# The files of a run. A folder with any of them is not free, since they would be replaced.
 FILES = (
     *("config.toml", "data.json", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors"),
     *("personal", "checkpoint"),
-    *("tensorboard", "mlflow.json"),  # what trackers keep here
-    *("sites.json", "sites.jsonl"),  # of a run over sites
+    *("tensorboard", "mlflow.json"),  # of trackers
+    *("sites.json", "sites.jsonl"),  # of runs over sites
     torchrun.LAUNCH_FILE,
 )
-# What of a config says where a run is computed and not which run it is: another engine may go on with it.
+# Config keys that say where a run is computed, not which run it is: another engine may resume it.
 PLACES = ("engine", "embedded", "distributed", "flower")
 RECORDS = ("rounds.jsonl", "clients.jsonl")
 
-# Without ``checkpoint_every``, a checkpoint is written about every so many seconds of work.
+# Seconds between checkpoints if ``checkpoint_every`` is not given.
 SECONDS = 30.0
 
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Say what could not be written, and what to do, where the system only says why."""
+    """Turn errors of the system into a message that says what could not be written, and what to do."""
     try:
         yield
     except RunFolderError:
         raise
     except OSError as error:
         raise RunFolderError(
-            f"{path} cannot be written ({error.strerror}); make room, or give another --out."
+            f"{path} cannot be written ({error.strerror}); make room on the disk, or give another --out."
         ) from error
 
 
 def check_free(path: Path, force: bool, resume: bool = False) -> None:
-    """Refuse a folder that already holds a run, or files that a run would replace, unless it may be."""
+    """Refuse a folder with files that a run would replace, unless ``force`` or ``resume`` allows it."""
     with readable(path):
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"{path} is a file, not a folder; give another --out.")
-        there = [name for name in FILES if (path / name).exists()]
-    if there and not force and not resume:
+        present = [name for name in FILES if (path / name).exists()]
+    if present and not force and not resume:
         raise RunFolderError(
-            f"{path} already holds a run ({', '.join(there)}); give another folder, go on with it (--resume), or "
+            f"{path} already holds a run ({', '.join(present)}); give another folder, resume it (--resume), or "
             "replace it (--force)."
         )
 
 
 class RunFolder(Callback):
-    """Writes a run as it goes, with checkpoints, and reads it back to go on.
+    """Writes a run's records and checkpoints as it goes, and reads them for a resume.
 
-    A run that fails before its first checkpoint, or because training diverged, leaves nothing of its own, and one that
-    it was to replace comes back. One that was interrupted or could not write on keeps its checkpoint.
+    A run that fails before its first checkpoint, or because training diverged, leaves no files, and a run that it was
+    to replace is restored. A run that was interrupted, or could not write, keeps its checkpoint.
     """
 
     def __init__(
@@ -99,48 +99,48 @@ class RunFolder(Callback):
         encoding: Encoding | None = None,
     ) -> None:
         if options.force and options.resume:
-            raise ConfigError("force and resume are both given; one replaces the run and the other goes on with it.")
+            raise ConfigError("force and resume are both given; force replaces the run, resume continues it: give one.")
         check_free(path, options.force, options.resume)
         self.path, self._settings, self._fingerprint = path, settings, fingerprint
         self._every, self._resumed = options.checkpoint_every, options.resume and (path / "config.toml").exists()
-        self._personal, self.room = options.save_personal, 0  # how many bytes the personal models will take
+        self._personal, self.personal_bytes = options.save_personal, 0  # expected size of the personal models
         self._encoding = encoding
         self._streams: dict[str, IO[str]] = {}
         self._digests = {name: hashlib.sha256() for name in RECORDS}
-        self._made: list[Path] = []
-        self._aside: Path | None = None
+        self._created: list[Path] = []
+        self._replaced: Path | None = None
         self._lock: IO[str] | None = None
-        self._begun = self._moved = self._done = False
+        self._started = self._cleared = self._finished = False
         self._saved_round = 0
         self._last: Snapshot | None = None
         self._stop: int | None = None
         self._handlers: dict[int, Any] = {}
 
-    # Going on.
+    # Resuming.
 
     def load(
         self, like: Tree, device: torch.device, names: Sequence[str]
     ) -> tuple[Snapshot | None, list[Row], ClientRows]:
-        """The last checkpoint and the records up to it; nothing where the run has not got that far."""
+        """The last checkpoint, if there is one, and the records up to it."""
         if not self._resumed:
             return None, [], ClientRows()
         with readable(self.path):
             self._take_lock()
             written = (self.path / "config.toml").read_text(encoding="utf-8", errors="replace")
-            if not _same(written, self._settings):
+            if not _same_run(written, self._settings):
                 raise RunFolderError(
-                    f"{self.path} holds a run with another config ({_difference(written, self._settings)})"
-                    "; resume it with its own, or start anew with --force."
+                    f"{self.path} holds a run with another config ({_difference(written, self._settings)}); resume it "
+                    "with its own config, or start over with --force."
                 )
             saved = checkpoint.read(self.path / "checkpoint", self._fingerprint, like, device)
             for name in RECORDS:
                 size, checksum = (0, hashlib.sha256().hexdigest()) if saved is None else saved.records[name]
-                self._digests[name] = _cut(self.path / name, size, checksum)
+                self._digests[name] = _truncate(self.path / name, size, checksum)
             rows, client_rows = (
                 list(_rows(self.path / RECORDS[0])),
                 ClientRows.read(_rows(self.path / RECORDS[1]), names),
             )
-            for name in ("summary.json", "model.safetensors"):  # of a run that is not at its end any more
+            for name in ("summary.json", "model.safetensors"):  # of a finished run that gets more rounds
                 (self.path / name).unlink(missing_ok=True)
             if (self.path / "personal").is_dir():
                 shutil.rmtree(self.path / "personal")
@@ -152,14 +152,14 @@ class RunFolder(Callback):
 
     def started(self) -> None:
         with readable(self.path):
-            self._begun = True
-            self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+            self._started = True
+            self._created = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             remove_partial_files(self.path, FILES)
-            self._check_room()
+            self._check_disk_space()
             if not self._resumed:
-                self._move_aside()
+                self._set_aside()
             if self._encoding is not None:
                 described = {"version": 1, **self._encoding.to_dict()}
                 write_atomic(self.path / "data.json", (json.dumps(described, indent=1) + "\n").encode())
@@ -206,69 +206,69 @@ class RunFolder(Callback):
             if self._personal:
                 write_personal(self.path / "personal", result)
             write_atomic(self.path / "summary.json", (json.dumps(result.summary(), indent=2) + "\n").encode())
-            self._done = True
-            if self._aside is not None:
-                shutil.rmtree(self._aside)
+            self._finished = True
+            if self._replaced is not None:
+                shutil.rmtree(self._replaced)
         self._release()
 
     def failed(self, error: BaseException) -> None:
         if isinstance(error, QuorumError) and self._last is not None:
             with contextlib.suppress(OSError):
-                self._save(self._last)  # the run can go on when the clients have been seen to
+                self._save(self._last)  # the run can resume once the clients are fixed
         with contextlib.suppress(OSError):
             self._close()
         try:
-            if self._begun and not self._done:
-                self._clean(error)
+            if self._started and not self._finished:
+                self._clean_up(error)
         finally:
             self._release(error)
-        self._remove_made()
+        self._remove_created()
 
-    def _clean(self, error: BaseException) -> None:
-        """Leave the last checkpoint where the run can go on from it, and otherwise what was there before."""
-        useless = isinstance(error, Diverged | ConfigError | DataError)
-        if self._resumed or (self._saved_round and not useless):
-            if self._aside is not None:
-                shutil.rmtree(self._aside)
+    def _clean_up(self, error: BaseException) -> None:
+        """Keep the last checkpoint if the run can resume from it; otherwise restore what was there before."""
+        hopeless = isinstance(error, Diverged | ConfigError | DataError)
+        if self._resumed or (self._saved_round and not hopeless):
+            if self._replaced is not None:
+                shutil.rmtree(self._replaced)
             return
         if not os.path.isdir(self.path):
             return
-        for name in FILES if self._moved else ():  # until the old run was out of the way, these are its files
+        for name in FILES if self._cleared else ():  # before the old run was set aside, these are its files
             target = self.path / name
             shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
-        if self._aside is not None:
-            for kept in self._aside.iterdir():
+        if self._replaced is not None:
+            for kept in self._replaced.iterdir():
                 os.replace(kept, self.path / kept.name)
-            self._aside.rmdir()
+            self._replaced.rmdir()
 
-    # Small parts.
+    # Helpers.
 
-    def _move_aside(self) -> None:
-        """Put a run that is to be replaced out of the way, until this one has ended well."""
+    def _set_aside(self) -> None:
+        """Move a run that is to be replaced into a hidden folder, until this one has succeeded."""
         old = [name for name in FILES if (self.path / name).exists()]
         if old:
-            self._aside = Path(tempfile.mkdtemp(dir=self.path, prefix=".replaced-"))
+            self._replaced = Path(tempfile.mkdtemp(dir=self.path, prefix=".replaced-"))
             for name in old:
-                os.replace(self.path / name, self._aside / name)
-        self._moved = True
+                os.replace(self.path / name, self._replaced / name)
+        self._cleared = True
 
-    def _check_room(self) -> None:
-        """See before the training, not after it, that the personal models will find room."""
+    def _check_disk_space(self) -> None:
+        """Check before training that the personal models will fit on the disk."""
         free = shutil.disk_usage(self.path).free
-        if self.room > free:
+        if self.personal_bytes > free:
             raise RunFolderError(
-                f"The clients' personal models will take {self.room / 1e9:.3g} GB, but {self.path} has room for "
-                f"{free / 1e9:.3g} GB; make room, give another --out, or set save_personal = false."
+                f"The clients' personal models will take {self.personal_bytes / 1e9:.3g} GB, but {self.path} has only "
+                f"{free / 1e9:.3g} GB free; make room, give another --out, or set save_personal = false."
             )
 
-    def _remove_made(self) -> None:
-        """Take away the folders that this run made, where nothing else is in them."""
-        for folder in self._made:
+    def _remove_created(self) -> None:
+        """Remove the folders that this run created, if they are empty."""
+        for folder in self._created:
             if os.path.isdir(folder) and not any(folder.iterdir()):
                 folder.rmdir()
 
     def _close(self) -> None:
-        """Close both streams, also where the first one fails."""
+        """Close both streams, even if the first one fails."""
         with contextlib.ExitStack() as stack:
             for stream in self._streams.values():
                 stack.callback(stream.close)
@@ -284,37 +284,37 @@ class RunFolder(Callback):
         self._lock = None
 
     def _catch_signals(self) -> None:
-        """On SIGINT and SIGTERM finish the round and write a checkpoint; on the second one stop at once."""
+        """On SIGINT or SIGTERM finish the round and write a checkpoint; on a second signal stop at once."""
 
         def stop(number: int, frame: types.FrameType | None) -> None:
             if self._stop is not None:
                 raise KeyboardInterrupt
             self._stop = number
-            if not self._handlers:  # the run is over: another process has died
+            if not self._handlers:  # the run has ended already, since another process died
                 return
-            sys.stderr.write("stopping after this round, with a checkpoint; once more stops at once\n")
+            sys.stderr.write("stopping after this round, with a checkpoint; interrupt again to stop at once\n")
 
         self._handlers = install_handlers(stop)
 
 
-def _same(written: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a config as it was written is that of the same run, wherever it was computed."""
+def _same_run(written: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a recorded config is of the same run, on whichever engine."""
     try:
-        there, here = tomllib.loads(written), tomllib.loads(to_toml(settings))
+        recorded, given = tomllib.loads(written), tomllib.loads(to_toml(settings))
     except tomllib.TOMLDecodeError:
         return False
-    return all(there.get(key) == here.get(key) for key in {*there, *here} - {*PLACES})
+    return all(recorded.get(key) == given.get(key) for key in {*recorded, *given} - {*PLACES})
 
 
-def _cut(path: Path, size: int, checksum: str) -> hashlib._Hash:
-    """Cut a file of records back to what a checkpoint knows, and see that it is what was written."""
+def _truncate(path: Path, size: int, checksum: str) -> hashlib._Hash:
+    """Truncate a record file to its size at a checkpoint, and verify its checksum."""
     with path.open("ab") as file:
         length = file.tell()
         file.truncate(min(size, length))
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     if digest.hexdigest() != checksum:
-        raise RunFolderError(f"{path} is not what was written at its checkpoint; start the run anew with --force.")
+        raise RunFolderError(f"{path} has changed since its checkpoint was written; start over with --force.")
     return digest
 
 
@@ -325,15 +325,15 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def finished_rows(path: Path, settings: Mapping[str, Any]) -> list[Row] | None:
-    """The rounds of a run that has ended well under just these settings; None where there is no such run."""
+    """The rounds of a finished run with exactly these settings; None if there is no such run."""
     if not (path / "summary.json").exists() or (path / "config.toml").read_text("utf-8") != to_toml(settings):
         return None
     return list(_rows(path / "rounds.jsonl"))
 
 
 def _difference(written: str, settings: Mapping[str, Any]) -> str:
-    """The first line in which two configs differ."""
-    there, here = written.splitlines(), to_toml(settings).splitlines()
-    pairs = [(a, b) for a, b in zip(there, here, strict=False) if a != b]
-    first = pairs[0] if pairs else (f"{len(there)} lines", f"{len(here)} lines")
-    return f"{first[0]} there, {first[1]} here"
+    """The first lines in which two configs differ."""
+    recorded, given = written.splitlines(), to_toml(settings).splitlines()
+    pairs = [(a, b) for a, b in zip(recorded, given, strict=False) if a != b]
+    first = pairs[0] if pairs else (f"{len(recorded)} lines", f"{len(given)} lines")
+    return f"{first[0]} in the folder, {first[1]} given"

@@ -1,4 +1,4 @@
-"""The arguments of ``fit``: checked before anything starts, and split into a model's functions and its state."""
+"""Checks the arguments of ``fit`` before anything starts, and splits a model into functions and state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from comfedl.utils.errors import ConfigError, DataError
 
 
 def check_kinds(algorithm: Algorithm, fed: FederatedData) -> None:
-    """Check that these are what ``fit`` takes."""
+    """Check the types of these arguments of ``fit``."""
     if not isinstance(fed, FederatedData):
         raise ConfigError(f"fed is a {type(fed).__name__}, but it must be a FederatedData(train={{name: (x, y)}}).")
     if not isinstance(algorithm, Algorithm):
@@ -29,7 +29,7 @@ def check_kinds(algorithm: Algorithm, fed: FederatedData) -> None:
 def make_learner(
     model: nn.Module | Mapping[str, Tensor], loss: str | LossFunction, algorithm: Algorithm
 ) -> tuple[Learner, Model, Params]:
-    """The model's functions, its initial state, and the parameters that the user has frozen; all are copies."""
+    """The model's functions, its initial state, and the parameters that the user froze; all are copies."""
     frozen: Params = {}
     scores: dict[str, MetricFunction]
     if isinstance(loss, str):
@@ -51,11 +51,11 @@ def make_learner(
     elif isinstance(model, Mapping):
         for name, part in model.items():
             if not isinstance(part, Tensor) or not part.is_floating_point():
-                raise ConfigError(f"The model's {name!r} is {part!r}, but it must be a tensor of real numbers.")
+                raise ConfigError(f"The model's {name!r} is {part!r}, but it must be a floating-point tensor.")
         if not custom:
             raise ConfigError(
-                "The model is a dict of tensors, which says nothing of how to apply it; "
-                "use ComFedL(problem=Composition(inner, outer)), or give an nn.Module."
+                "The model is a dict of tensors, which has no forward function; use "
+                "ComFedL(problem=Composition(inner, outer)), or give an nn.Module."
             )
         initial = Model(params={name: part.detach().clone() for name, part in model.items()}, buffers={})
         learner = Learner()
@@ -67,7 +67,7 @@ def make_learner(
 
 
 def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
-    """Check that the model takes the data, and that its outputs and y fit the loss."""
+    """Check that the model accepts the data, and that its outputs and y fit the loss."""
     if learner.module is None:
         return
     x, y = data.train.x[:2], data.train.y[:2]
@@ -76,7 +76,7 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
             output, _ = learner.output(model["params"], model["buffers"], x, train=False)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise DataError(
-            f"The model cannot be applied to samples of shape {tuple(x.shape[1:])} and type {x.dtype}: {error}"
+            f"The model cannot be applied to samples of shape {tuple(x.shape[1:])} and dtype {x.dtype}: {error}"
         ) from error
     if learner.loss_function is functional.cross_entropy:
         _check_labels(output, y, data)
@@ -85,11 +85,11 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
 
 
 def _check_numbers(binary: bool, output: object, y: Tensor, data: FederatedData) -> None:
-    """Check that there is one output for each number in y and, for two classes, that y is 0 or 1."""
+    """Check that there is one output per number in y and, for two classes, that y is 0 or 1."""
     given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if not isinstance(output, Tensor) or match_shapes(output, y)[0].shape != y.shape:
         raise DataError(
-            f"{'bce' if binary else 'A regression'} needs one output for each number in y, but the model gives {given} "
+            f"{'bce' if binary else 'A regression'} needs one output per number in y, but the model returns {given} "
             f"for {len(y)} samples and y has the shape {tuple(y.shape)}; give a model with "
             f"{math.prod(y.shape[1:])} output{'s' if math.prod(y.shape[1:]) > 1 else ''}."
         )
@@ -98,20 +98,20 @@ def _check_numbers(binary: bool, output: object, y: Tensor, data: FederatedData)
         wrong = None if split is None else torch.nonzero((split.y != 0) & (split.y != 1))
         if split is not None and wrong is not None and len(wrong):
             raise DataError(
-                f"bce needs labels that are 0 or 1, but {name} has {split.y[tuple(wrong[0])].item():g}; recode them, "
-                "or use cross_entropy for more than two classes."
+                f"bce needs labels that are 0 or 1, but {name} has {split.y[tuple(wrong[0])].item():g}; recode the "
+                "labels, or use cross_entropy for more than two classes."
             )
 
 
 def _check_labels(output: object, y: Tensor, data: FederatedData) -> None:
-    """Check that each label has an output."""
+    """Check that there is an output for each label."""
     if not isinstance(output, Tensor) or output.ndim != 2:
         shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise DataError(f"cross_entropy needs a model that gives [samples, classes], but this one gives {shape}.")
+        raise DataError(f"cross_entropy needs a model that returns [samples, classes], but this one returns {shape}.")
     if y.is_floating_point() or y.ndim != 1:
         raise DataError(
-            f"cross_entropy needs one whole-number label for each sample, but y has the type {y.dtype} and samples of "
-            f"shape {tuple(y.shape[1:])}; convert y, or give another loss."
+            f"cross_entropy needs one integer label per sample, but y has the dtype {y.dtype} and samples of shape "
+            f"{tuple(y.shape[1:])}; convert y, or use another loss."
         )
     classes = output.shape[1]
     for name in ("train", "validation", "test"):

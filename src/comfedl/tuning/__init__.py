@@ -1,4 +1,4 @@
-"""Hyper-parameter search on Optuna: ``comfedl tune``.
+"""Hyper-parameter search with Optuna: ``comfedl tune``.
 
-Optuna is imported by ``study.py`` alone, and that when a search begins.
+Only ``study.py`` imports Optuna, and only once a search begins.
 """

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM: a trial stops at once, but what is being written to the study is written first.
+"""Ctrl-C and SIGTERM: a trial stops at once, but a write to the study is completed first.
 
-An interrupt in the middle of a database's work may be lost (Python drops what is raised where an object is let go of)
-or leave the session unusable. So it is remembered, and raised before and after such work.
+An exception raised in the middle of a database call may get lost (Python drops exceptions raised in destructors) or
+leave the session unusable. So during such calls the signal is only noted, and raised before the next or after this one.
 """
 
 from __future__ import annotations
@@ -12,71 +12,71 @@ import types
 from collections.abc import Iterator
 
 from comfedl.tuning.run_trial import Outcome, Task
-from comfedl.tuning.worker_pool import Asked
+from comfedl.tuning.worker_pool import TrialSource
 from comfedl.utils import signals
 
 
-class Stops:
-    """Signals to stop, caught for as long as this is entered."""
+class InterruptGuard:
+    """Turns SIGINT and SIGTERM into one KeyboardInterrupt for the duration of a ``with`` block."""
 
     def __init__(self) -> None:
-        self._asked = self._held = False
+        self._interrupted = self._deferring = False
 
-    def __enter__(self) -> Stops:
-        self._before = signals.caught(self._stop)
+    def __enter__(self) -> InterruptGuard:
+        self._before = signals.install_handlers(self._handle)
         for number, handler in self._before.items():
-            if handler is signal.SIG_IGN:  # as in a shell's background, where Ctrl-C is for others
+            if handler is signal.SIG_IGN:  # a shell ignores SIGINT for its background jobs: leave it so
                 signal.signal(number, handler)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signals.let_go(self._before)
+        signals.restore_handlers(self._before)
 
-    def _stop(self, number: int, frame: types.FrameType | None) -> None:
-        first, self._asked = not self._asked, True
-        if first and not self._held:  # once is enough, and another would cut into the end
+    def _handle(self, number: int, frame: types.FrameType | None) -> None:
+        first, self._interrupted = not self._interrupted, True
+        if first and not self._deferring:  # a second one would interrupt the cleanup
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """No signal interrupts what is done here."""
-        self._held, before = True, self._held
+    def deferred(self) -> Iterator[None]:
+        """Within this block signals are only noted."""
+        self._deferring, before = True, self._deferring
         try:
             yield
         finally:
-            self._held = before
+            self._deferring = before
 
     def check(self) -> None:
-        """Stop if that was asked for."""
-        if self._asked:
+        """Raise KeyboardInterrupt if a signal has been noted."""
+        if self._interrupted:
             raise KeyboardInterrupt
 
 
-class Whole:
-    """A study that is asked and told without interruption."""
+class GuardedStudy:
+    """A study whose calls are never interrupted halfway."""
 
-    def __init__(self, study: Asked, stops: Stops) -> None:
-        self._study, self._stops = study, stops
+    def __init__(self, study: TrialSource, guard: InterruptGuard) -> None:
+        self._study, self._guard = study, guard
 
-    def left(self) -> int:
-        with self._wholly():
-            return self._study.left()
+    def remaining(self) -> int:
+        with self._guarded():
+            return self._study.remaining()
 
-    def next(self) -> Task | None:
-        with self._wholly():
-            return self._study.next()
+    def ask(self) -> Task | None:
+        with self._guarded():
+            return self._study.ask()
 
-    def report(self, task: Task, step: int, value: float, said: str) -> bool:
-        with self._wholly():
-            return self._study.report(task, step, value, said)
+    def report(self, task: Task, step: int, value: float, status: str) -> bool:
+        with self._guarded():
+            return self._study.report(task, step, value, status)
 
     def tell(self, task: Task, outcome: Outcome) -> None:
-        with self._wholly():
+        with self._guarded():
             self._study.tell(task, outcome)
 
     @contextlib.contextmanager
-    def _wholly(self) -> Iterator[None]:
-        self._stops.check()
-        with self._stops.held():
+    def _guarded(self) -> Iterator[None]:
+        self._guard.check()
+        with self._guard.deferred():
             yield
-        self._stops.check()
+        self._guard.check()

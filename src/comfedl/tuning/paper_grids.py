@@ -10,7 +10,7 @@ LR = Choices((0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0))
 """Learning rates: of local training, and of adapting "if two types of learning rates are needed"."""
 GAMMA = Choices((0.1, 0.5, 1.0, 5.0))
 DUAL_LR = Choices((8e-3, 8e-2, 8e-1))
-"""The learning rates of the clients' weights, in DRFL (here DRFA) and TR-MAML."""
+"""Learning rates of the clients' weights, in DRFL (DRFA in this library) and TR-MAML."""
 Q = Choices((0.1, 0.2, 0.5, 1.0, 2.0))
 LAM = Choices((0.05, 0.1, 0.5, 1.0, 5.0))
 
@@ -27,11 +27,11 @@ GRIDS: dict[str, dict[str, Choices]] = {
 
 
 def paper_grid(config: Config) -> Space:
-    """The paper's grid for a config's method; ComFedL's own depends on its inner map and outer function."""
+    """The paper's grid for a config's method; that of ComFedL depends on its inner map and outer function."""
     name = config.algorithm.name
     if name not in GRIDS:
         raise ConfigError(
-            f"The paper has no grid for the algorithm {name!r}, only for {', '.join(GRIDS)}; give a grid of your own."
+            f"The paper has no grid for the algorithm {name!r}, only for {', '.join(GRIDS)}; give --grid FILE."
         )
     grid = dict(GRIDS[name])
     if name == "comfedl":
@@ -40,10 +40,10 @@ def paper_grid(config: Config) -> Space:
             grid["outer.gamma"] = GAMMA
         elif outer != "identity":
             raise ConfigError(
-                f"The paper has no grid for the outer function {outer!r}, only for kl and exp; give a grid of your own."
+                f"The paper has no grid for the outer function {outer!r}, only for kl and exp; give --grid FILE."
             )
         if "inner" in config.algorithm.arguments:
             grid["inner.lr"] = LR
         if "problem" in config.algorithm.arguments:
-            raise ConfigError("The paper has no grid for a problem of your own; give a grid of your own as well.")
+            raise ConfigError("The paper has no grid for a custom problem; give --grid FILE.")
     return {f"algorithm.{key}": choices for key, choices in grid.items()}

@@ -1,4 +1,4 @@
-"""A live progress bar for a search."""
+"""The progress bar of a search."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from comfedl.training.progress import LOGS, TwoLines, emit
 from comfedl.utils import checks
 
 
-class Watch:
-    """Trials done, time left, the best value so far and how a trial stands; nothing where there is no terminal.
+class SearchProgress:
+    """Trials done, time left, the best value and the current trial's status; silent without a terminal.
 
-    ``log`` "json" says the same in lines of JSON on standard output.
-
-    A trial under way counts by the share of its steps, so that the estimate does not wait for a trial's end.
+    With ``log="json"`` the same goes to standard output as lines of JSON. A running trial counts by the fraction of its
+    steps, so that the time estimate is updated before the trial ends.
     """
 
     def __init__(self, trials: int, steps: int, metric: str, log: str = "bar") -> None:
@@ -22,20 +21,20 @@ class Watch:
         console = Console(stderr=True)
         self._trials, self._json = trials, log == "json"
         self._steps, self._metric = steps, metric
-        self._under_way: dict[int, float] = {}
-        self._done, self._seen = 0, ""
+        self._running: dict[int, float] = {}
+        self._done, self._best = 0, ""
         self._bar = TwoLines(
             TextColumn("tuning"),
             BarColumn(),
             TextColumn("{task.fields[done]}/{task.total:g} trials"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[seen]}"),
+            TextColumn("{task.fields[best]}"),
             console=console,
             disable=self._json or not console.is_terminal,
             speed_estimate_period=3600,  # trials may be long
         )
-        self._task = self._bar.add_task("tuning", total=trials, done=0, seen="")
+        self._task = self._bar.add_task("tuning", total=trials, done=0, best="")
 
     def start(self) -> None:
         self._bar.start()
@@ -43,23 +42,23 @@ class Watch:
     def stop(self) -> None:
         self._bar.stop()
 
-    def moved(self, trial: int, step: int, said: str = "") -> None:
-        """A trial has come to this step, where its clients stand so."""
-        self._under_way[trial] = step / self._steps
-        self._bar.said = f"trial {trial}, step {step}/{self._steps}; {said}"
+    def step_done(self, trial: int, step: int, status: str = "") -> None:
+        """A trial has reached this step; ``status`` says how its clients are doing."""
+        self._running[trial] = step / self._steps
+        self._bar.said = f"trial {trial}, step {step}/{self._steps}; {status}"
         if self._json:
-            emit("step", trial=trial, step=step, steps=self._steps, said=said)
-        self._show()
+            emit("step", trial=trial, step=step, steps=self._steps, said=status)
+        self._update()
 
-    def ended(self, trial: int | None, done: int, best: float | None) -> None:
-        """A trial has ended; so many have now, and this is the best value."""
-        self._under_way.pop(-1 if trial is None else trial, None)
+    def trial_done(self, trial: int | None, done: int, best: float | None) -> None:
+        """A trial has ended; ``done`` counts all of them, ``best`` is the best value so far."""
+        self._running.pop(-1 if trial is None else trial, None)
         self._done = done
-        self._seen = "" if best is None else f"best {self._metric} {best:.4g}"
+        self._best = "" if best is None else f"best {self._metric} {best:.4g}"
         if self._json:
             emit("trial", trial=trial, done=done, trials=self._trials, metric=self._metric, best=best)
-        self._show()
+        self._update()
 
-    def _show(self) -> None:
-        completed = self._done + sum(self._under_way.values())
-        self._bar.update(self._task, completed=completed, done=self._done, seen=self._seen)
+    def _update(self) -> None:
+        completed = self._done + sum(self._running.values())
+        self._bar.update(self._task, completed=completed, done=self._done, best=self._best)

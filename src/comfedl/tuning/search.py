@@ -1,4 +1,4 @@
-"""tune(): a search from its beginning, or from where it was stopped, to the best config."""
+"""tune(): run a search, or resume one, and write the best config."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from comfedl.config.schema import parse_config
 from comfedl.training.run_folder import readable
-from comfedl.tuning.interrupts import Stops, Whole
+from comfedl.tuning.interrupts import GuardedStudy, InterruptGuard
 from comfedl.tuning.plan import Plan
-from comfedl.tuning.progress import Watch
-from comfedl.tuning.run_trial import INTERRUPTED, Data, Ended
-from comfedl.tuning.worker_pool import run_here, run_in_processes
+from comfedl.tuning.progress import SearchProgress
+from comfedl.tuning.run_trial import INTERRUPTED, DataCache, FinishedTrial
+from comfedl.tuning.worker_pool import run_in_processes, run_sequentially
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError, RunFolderError
 from comfedl.utils.files import write_atomic
@@ -30,72 +30,72 @@ class Tuned:
     """What a search has found so far.
 
     Attributes:
-        trials: how each trial ended, the best first.
-        best: the file with the best config, where there is one.
-        url: the study's, as Optuna takes it.
-        interrupted: whether the search was stopped; the same again goes on with it.
+        trials: the finished trials, best first.
+        best: the file with the best config, if any trial completed.
+        url: the study's storage URL for Optuna.
+        interrupted: whether the search was stopped; calling ``tune`` again resumes it.
     """
 
     plan: Plan
-    trials: Sequence[Ended]
+    trials: Sequence[FinishedTrial]
     best: Path | None
     url: str
     interrupted: bool
 
     @property
     def caution(self) -> str:
-        """What the best value is not."""
+        """What not to conclude from the best value."""
         split = self.plan.metric.partition(".")[0]
         return (
-            f"{self.plan.metric} is of {split} data, which the choice was made by; judge figures on test data, with "
-            "seeds that no choice has seen."
+            f"{self.plan.metric} comes from the {split} data that selected this config; report results on test data, "
+            "with seeds that the search has not used."
         )
 
     @property
     def opening(self) -> str:
-        """How to look at the study: in Python, or in a browser."""
+        """How to open the study, in Python or in a browser."""
         return f'optuna.load_study(study_name="tune", storage="{self.url}"), or: optuna-dashboard {self.url}'
 
 
 def tune(plan: Plan, out: Path, jobs: int = 1, log: str = "bar") -> Tuned:
-    """Run a search, or go on with the one that ``out`` holds, until it has as many trials as the plan says.
+    """Run a search, or resume the one in ``out``, until it has the planned number of trials.
 
-    ``out`` gets ``study.db`` and ``best.toml``. With several jobs, trials run in as many processes.
+    Writes ``study.db`` and ``best.toml`` to ``out``. With several jobs, trials run in that many processes.
     """
     checks.at_least("jobs", jobs, 1)
-    watch = Watch(plan.trials, plan.steps, plan.metric, log)
+    progress = SearchProgress(plan.trials, plan.steps, plan.metric, log)
     file = out / "study.db"
     url = _url(file)
-    optuna_needed()
-    data = Data()
+    require_optuna()
+    data = DataCache()
     _check_data(plan, data)
     if jobs > 1:
-        data = Data()  # each process has its own
-    with _folder(out), _readable_study(file), Stops() as stops:
+        data = DataCache()  # frees the data: every worker loads its own
+    with _locked_folder(out), _storage_errors(file), InterruptGuard() as guard:
         from comfedl.tuning.study import Study
 
         keep, fresh, study = True, not file.exists(), None
         try:
-            with stops.held():
-                study = Study(plan, out, url, watch)
-            interrupted = _run(study, watch, jobs, data, stops)
-            with stops.held():
-                trials = study.ended()
+            with guard.deferred():
+                study = Study(plan, out, url, progress)
+            interrupted = _run(study, progress, jobs, data, guard)
+            with guard.deferred():
+                trials = study.finished()
                 return Tuned(plan, trials, _write_best(plan, trials, out / "best.toml"), url, interrupted)
         except Exception:
-            with stops.held():
-                keep = not fresh or (study is not None and study.counted() > 0)
+            with guard.deferred():
+                keep = not fresh or (study is not None and study.count_finished() > 0)
             raise
         finally:
-            with stops.held():
+            with guard.deferred():
                 if study is not None:
                     study.close()
-                if not keep:  # an error before any trial has ended leaves nothing
+                if not keep:  # an error before the first trial ended leaves no file behind
                     file.unlink(missing_ok=True)
 
 
-def optuna_needed() -> None:
-    """Say what to do where Optuna is not installed."""
+def require_optuna() -> None:
+    """Raise an error that says what to install if Optuna is missing."""
     try:
         import optuna
     except ImportError:
@@ -103,72 +103,72 @@ def optuna_needed() -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-def _run(study: Study, watch: Watch, jobs: int, data: Data, stops: Stops) -> bool:
-    """Run trials; gives whether that was interrupted. However it ends, what is under way is put back."""
-    asked = Whole(study, stops)
+def _run(study: Study, progress: SearchProgress, jobs: int, data: DataCache, guard: InterruptGuard) -> bool:
+    """Run trials and return whether they were interrupted; either way, unfinished trials are queued again."""
+    guarded = GuardedStudy(study, guard)
     try:
-        watch.start()
-        run_here(asked, data) if jobs == 1 else run_in_processes(asked, jobs)
+        progress.start()
+        run_sequentially(guarded, data) if jobs == 1 else run_in_processes(guarded, jobs)
     except KeyboardInterrupt:
         return True
     finally:
-        with stops.held():
-            watch.stop()
-            study.put_back()
+        with guard.deferred():
+            progress.stop()
+            study.requeue_running()
     return False
 
 
-def _write_best(plan: Plan, trials: Sequence[Ended], path: Path) -> Path | None:
+def _write_best(plan: Plan, trials: Sequence[FinishedTrial], path: Path) -> Path | None:
     if not trials or trials[0].value is None:
         return None
     best, tried = trials[0], sum(trial.state != INTERRUPTED for trial in trials)
     comment = (
         f"# The best of {tried} trials (number {best.number}): {plan.metric} is {best.value!r}"
         f"{f', the mean of {plan.seeds} seeds' if plan.seeds > 1 else ''}.\n"
-        "# It was chosen by that number: judge it on test data, with seeds that no choice has seen.\n"
+        "# That number selected it: report results on test data, with seeds that the search has not used.\n"
     )
-    config = parse_config(plan.at(best.params))
+    config = parse_config(plan.settings_for(best.params))
     with readable(path):
         write_atomic(path, (comment + to_toml(config.resolved())).encode())
     return path
 
 
-def _check_data(plan: Plan, data: Data) -> None:
-    """Fetch the data once, before there are several processes, and see that there is something to choose by."""
+def _check_data(plan: Plan, data: DataCache) -> None:
+    """Download the data once, before any workers start, and check that they have the metric's split."""
     fed = data(plan.config, progress=True)
     split = plan.metric.partition(".")[0]
     if fed.split(split) is None:
         raise ConfigError(
             f"--metric is {plan.metric!r}, but the data have no {split} split (data.{split} is "
-            f"{getattr(plan.config.data, split)}); give clients some {split} data to choose by."
+            f"{getattr(plan.config.data, split)}); give the clients {split} data to select by."
         )
 
 
 def _url(path: Path) -> str:
     if "?" in str(path):
-        raise ConfigError(f"--out is {str(path.parent)!r}, but a study's path cannot have a question mark; rename it.")
-    return f"sqlite:///{path}".replace("{", "{{").replace("}", "}}")  # Optuna fills in templates
+        raise ConfigError(f"--out is {str(path.parent)!r}, but its path cannot contain a question mark; rename it.")
+    return f"sqlite:///{path}".replace("{", "{{").replace("}", "}}")  # Optuna calls str.format() on the URL
 
 
 @contextlib.contextmanager
-def _folder(out: Path) -> Iterator[None]:
-    """The folder, for this search alone; one that it made and left empty is taken away."""
+def _locked_folder(out: Path) -> Iterator[None]:
+    """Create and lock the folder for this search; new folders that stay empty are removed at the end."""
     with readable(out):
-        made = [folder for folder in (out, *out.parents) if not folder.exists()]
+        created = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
         lock = take_lock(out)
     try:
         yield
     finally:
         release_lock(out, lock)
-        for folder in made:
+        for folder in created:
             if not any(folder.iterdir()):
                 folder.rmdir()
 
 
 @contextlib.contextmanager
-def _readable_study(path: Path) -> Iterator[None]:
-    """What SQLite and Optuna say of a file that they cannot use, as one sentence."""
+def _storage_errors(path: Path) -> Iterator[None]:
+    """Turn errors of SQLite and Optuna about the file into a one-sentence message."""
     import optuna
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -176,5 +176,5 @@ def _readable_study(path: Path) -> Iterator[None]:
         yield
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         cause = error.__cause__ or error
-        said = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
-        raise RunFolderError(f"{path} cannot be used ({said}); see to it, or give another --out.") from error
+        message = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
+        raise RunFolderError(f"{path} cannot be used ({message}); fix or remove it, or give another --out.") from error

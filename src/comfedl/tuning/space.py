@@ -1,4 +1,4 @@
-"""What a search is over: by the keys of a config, lists to choose from and ranges."""
+"""The search space: a list of choices or a range for each config key."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class Choices:
 
     @property
     def labels(self) -> dict[Scalar, Any]:
-        """The values by what stands for each in a study: itself, or for a table or list its JSON."""
+        """The values by their label in the study: the value itself, or the JSON of a table or list."""
         return {v if isinstance(v, Scalar) else json.dumps(v, default=str): v for v in self.values}
 
-    def written(self) -> list[Any]:
+    def to_plain(self) -> list[Any]:
         return list(self.values)
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from ``low`` to ``high``: whole ones where both are written as whole numbers."""
+    """The numbers from ``low`` to ``high``: integers if both ends are integers."""
 
     low: float
     high: float
     log: bool = False
 
     @property
-    def whole(self) -> bool:
+    def is_integer(self) -> bool:
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     @property
     def values(self) -> tuple[float, float]:
-        """Its ends."""
+        """The two ends."""
         return self.low, self.high
 
-    def written(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         return {"low": self.low, "high": self.high, "log": self.log}
 
 
@@ -56,26 +56,26 @@ Space = Mapping[str, Choices | Range]
 
 
 def read_space(table: Mapping[str, Any], where: str) -> Space:
-    """A table of lists and ranges, checked; its keys are paths, quoted ("algorithm.lr") or as tables in tables."""
+    """Read and check a table of lists and ranges; keys are paths, quoted ("algorithm.lr") or as nested tables."""
     space: dict[str, Choices | Range] = {}
-    for path, value in _flat(table):
+    for path, value in _flatten(table):
         if path in space:
-            raise ConfigError(f"{where}: {path} is given twice; leave one of them out.")
+            raise ConfigError(f"{where}: {path} is given twice; remove one.")
         try:
             space[path] = _range(path, value) if isinstance(value, Mapping) else _choices(path, value)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     if not space:
-        raise ConfigError(f"{where} names nothing to search; write for instance {EXAMPLE}.")
+        raise ConfigError(f"{where} names nothing to search; add for instance {EXAMPLE}.")
     return space
 
 
 def check_space(space: Space, settings: Mapping[str, Any], where: str) -> None:
-    """See that a config takes every one of these values, each by itself."""
+    """Check that the config accepts each of these values on its own."""
     for path, part in space.items():
         if not path.startswith(("algorithm.", "model.")) and path != "clients_per_round":
             raise ConfigError(
-                f"{where}: {path} cannot be searched, since every trial must be judged in the same way; "
+                f"{where}: {path} cannot be searched, since trials are comparable only on the same data and budget; "
                 "search keys of algorithm or model, or clients_per_round."
             )
         for value in part.values:
@@ -85,28 +85,28 @@ def check_space(space: Space, settings: Mapping[str, Any], where: str) -> None:
                 raise ConfigError(f"{where}: {error}") from None
 
 
-def points(space: Space) -> int | None:
-    """How many points a grid over this space has; None where a part of it is a range."""
+def grid_size(space: Space) -> int | None:
+    """The number of points in a grid over this space; None if any part is a range."""
     sizes = [len(part.values) for part in space.values() if isinstance(part, Choices)]
     return math.prod(sizes) if len(sizes) == len(space) else None
 
 
-def _flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if isinstance(value, Mapping) and not {"low", "high"} & value.keys():
-            yield from _flat(value, f"{above}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def _choices(path: str, value: Any) -> Choices:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ConfigError(f"{path} is {value!r}, but it must be a list to choose from or a range, such as {EXAMPLE}.")
+        raise ConfigError(f"{path} is {value!r}, but it must be a list of choices or a range, such as {EXAMPLE}.")
     if not value:
         raise ConfigError(f"{path} is an empty list; give it at least one value.")
     for one, other in itertools.combinations(value, 2):
         if one == other:
-            raise ConfigError(f"{path} has {other!r} twice; leave one of them out.")
+            raise ConfigError(f"{path} has {other!r} twice; remove one.")
     return Choices(tuple(value))
 
 
@@ -125,5 +125,5 @@ def _range(path: str, value: Mapping[str, Any]) -> Range:
     if low >= high:
         raise ConfigError(f"{path} has low = {low!r} and high = {high!r}, but low must be below high.")
     if log and low <= 0:
-        raise ConfigError(f"{path} has log = true and low = {low!r}, but a logarithmic range begins above 0.")
+        raise ConfigError(f"{path} has log = true and low = {low!r}, but a logarithmic range must start above 0.")
     return Range(low, high, log)

@@ -1,7 +1,7 @@
-"""The study: points asked for and told to Optuna, kept in SQLite, so that a search goes on after a kill.
+"""The Optuna study of a search, stored in SQLite so that a killed search can resume.
 
-One process has the study; trials in other processes report to it. So no two writers meet in the file, no point is
-asked for twice, and what is still marked as running when a search begins was left by a kill.
+Only one process opens the study; workers report to it. So the file has a single writer, no point is sampled twice, and
+a trial that is marked as running when a search starts was left by a kill.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import event
 
 from comfedl.tuning.plan import Plan
-from comfedl.tuning.progress import Watch
-from comfedl.tuning.run_trial import COMPLETE, DIVERGED, FAILED, INTERRUPTED, PRUNED, Ended, Outcome, Task
+from comfedl.tuning.progress import SearchProgress
+from comfedl.tuning.run_trial import COMPLETE, DIVERGED, FAILED, INTERRUPTED, PRUNED, FinishedTrial, Outcome, Task
 from comfedl.tuning.space import Choices, Range
 from comfedl.utils import rng
 from comfedl.utils.errors import RunFolderError
 
 NAME = "tune"
 
-# How a trial's end is told to Optuna. One that diverged is like a pruned one: TPE then learns to stay away from it.
+# Trial states for Optuna. A diverged trial counts as pruned, so that TPE learns to avoid its region.
 STATES = {
     COMPLETE: TrialState.COMPLETE,
     PRUNED: TrialState.PRUNED,
@@ -39,14 +39,14 @@ STATES = {
 
 
 class Study:
-    """A search's study, opened or begun."""
+    """The study of a search, created or reopened."""
 
-    def __init__(self, plan: Plan, out: Path, url: str, watch: Watch) -> None:
-        self._plan, self._watch = plan, watch
+    def __init__(self, plan: Plan, out: Path, url: str, progress: SearchProgress) -> None:
+        self._plan, self._progress = plan, progress
         self._running: dict[int, optuna.Trial] = {}
         storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
         storage.engine.dispose()
-        event.listen(storage.engine, "connect", _quick_commits)
+        event.listen(storage.engine, "connect", _fast_commits)
         self._close = storage.engine.dispose
         self._study = optuna.create_study(
             storage=storage,
@@ -57,24 +57,24 @@ class Study:
         )
         self._distributions = {path: _distribution(part) for path, part in plan.space.items()}
         self._grid = _grid(plan)
-        self._check_same(out)
-        self.put_back()
-        self._show()
+        self._check_same_search(out)
+        self.requeue_running()
+        self._show_progress()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the database."""
         self._close()
 
-    # What there is.
+    # Results.
 
-    def ended(self) -> list[Ended]:
-        """How every trial ended, the best first, then those that have no value to be judged by."""
+    def finished(self) -> list[FinishedTrial]:
+        """The finished trials, best first; those without a value come last."""
         trials = self._trials()
         retried = {trial.user_attrs.get("retry_of") for trial in trials}
         rows = [
-            Ended(
+            FinishedTrial(
                 number=trial.number,
-                first=_first(trial, trials),
+                first_number=_first_number(trial, trials),
                 state=INTERRUPTED
                 if trial.number in retried
                 else trial.user_attrs.get("ended", trial.state.name.lower()),
@@ -86,49 +86,49 @@ class Study:
             for trial in trials
             if trial.state.is_finished()
         ]
-        return sorted(rows, key=self._order)
+        return sorted(rows, key=self._rank)
 
-    def counted(self) -> int:
-        """How many points have been tried to their end."""
-        return sum(row.state != INTERRUPTED for row in self.ended())
+    def count_finished(self) -> int:
+        """The number of finished trials, not counting interrupted ones."""
+        return sum(row.state != INTERRUPTED for row in self.finished())
 
-    def _order(self, row: Ended) -> tuple[bool, float, int]:
+    def _rank(self, row: FinishedTrial) -> tuple[bool, float, int]:
         value = row.value or 0.0
-        return row.value is None, value if self._plan.minimise else -value, row.first
+        return row.value is None, value if self._plan.minimise else -value, row.first_number
 
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
 
-    # Asking and telling.
+    # Ask and tell, as Optuna calls it.
 
-    def left(self) -> int:
-        """How many more trials to begin."""
-        return self._plan.trials - self.counted() - len(self._running)
+    def remaining(self) -> int:
+        """The number of trials still to start."""
+        return self._plan.trials - self.count_finished() - len(self._running)
 
-    def next(self) -> Task | None:
-        """The next trial to run; None where there are as many as were asked for."""
-        if self.left() <= 0:
+    def ask(self) -> Task | None:
+        """The next trial to run; None once the planned number is reached."""
+        if self.remaining() <= 0:
             return None
         trials = self._trials()
         waiting = [trial for trial in trials if trial.state == TrialState.WAITING]
         firsts = [trial.number for trial in trials if "retry_of" not in trial.user_attrs]
-        point = firsts.index(_first(waiting[0], trials)) if waiting else len(firsts)
+        point = firsts.index(_first_number(waiting[0], trials)) if waiting else len(firsts)
         if self._grid and not waiting:
-            self._study.add_trial(self._create(self._grid[point]))
+            self._study.add_trial(self._waiting_trial(self._grid[point]))
         self._study.sampler = self._sampler(point)
         trial = self._study.ask(self._distributions)
         self._running[trial.number] = trial
-        return Task(trial.number, self._plan.at(trial.params), self._plan.seeds, self._plan.metric)
+        return Task(trial.number, self._plan.settings_for(trial.params), self._plan.seeds, self._plan.metric)
 
-    def report(self, task: Task, step: int, value: float, said: str = "") -> bool:
-        """Keep a value that a trial has on its way; gives whether it should stop, which its last one never does."""
+    def report(self, task: Task, step: int, value: float, status: str = "") -> bool:
+        """Store an intermediate value and return whether to prune the trial; its last step is never pruned."""
         trial = self._running[task.number]
         trial.report(value, step)
-        self._watch.moved(task.number, step, said)
+        self._progress.step_done(task.number, step, status)
         return step < self._plan.steps and trial.should_prune()
 
     def tell(self, task: Task, outcome: Outcome) -> None:
-        """Keep how a trial ended."""
+        """Store a trial's outcome."""
         trial = self._running.pop(task.number)
         trial.set_user_attr("ended", outcome.state)
         if outcome.reason:
@@ -136,16 +136,16 @@ class Study:
         if len(outcome.values) > 1:
             trial.set_user_attr("values", list(outcome.values))
         self._study.tell(trial, fmean(outcome.values) if outcome.values else None, STATES[outcome.state])
-        self._show(task.number)
+        self._show_progress(task.number)
 
-    def _show(self, number: int | None = None) -> None:
-        ended = self.ended()
-        self._watch.ended(number, self.counted(), ended[0].value if ended else None)
+    def _show_progress(self, number: int | None = None) -> None:
+        finished = self.finished()
+        self._progress.trial_done(number, self.count_finished(), finished[0].value if finished else None)
 
-    # Going on.
+    # Resuming.
 
-    def put_back(self) -> None:
-        """Queue again what is marked as running, then mark it as failed; a kill in between loses nothing."""
+    def requeue_running(self) -> None:
+        """Queue trials marked as running again, then mark them as failed: in this order a kill in between is safe."""
         self._running.clear()
         trials = self._trials()
         retried = {trial.user_attrs.get("retry_of") for trial in trials}
@@ -153,52 +153,53 @@ class Study:
             if trial.state != TrialState.RUNNING:
                 continue
             if trial.number not in retried:
-                # A point that was killed while it was drawn is drawn again from its beginning, by its own seed.
+                # A kill while the parameters were sampled leaves only some of them: then all are sampled again, from
+                # the point's seed.
                 params = trial.params if trial.params.keys() == self._distributions.keys() else {}
-                self._study.add_trial(self._create(params, retry_of=trial.number))
+                self._study.add_trial(self._waiting_trial(params, retry_of=trial.number))
             self._study.tell(trial.number, state=TrialState.FAIL)
 
-    def _check_same(self, out: Path) -> None:
-        here, there = self._plan.described(), self._study.user_attrs.get("plan")
-        if there is None and not self._study.trials:
-            self._study.set_user_attr("plan", here)
-        elif there != here:
-            odd = [key for key in here if there is None or there.get(key) != here[key]]
+    def _check_same_search(self, out: Path) -> None:
+        ours, stored = self._plan.identity(), self._study.user_attrs.get("plan")
+        if stored is None and not self._study.trials:
+            self._study.set_user_attr("plan", ours)
+        elif stored != ours:
+            different = [key for key in ours if stored is None or stored.get(key) != ours[key]]
             self.close()
             raise RunFolderError(
-                f"{out} holds a search with another {' and '.join(odd)}; repeat its command to go on with it, or "
+                f"{out} holds a search with another {' and '.join(different)}; repeat its command to resume it, or "
                 "give another --out."
             )
 
-    def _create(self, params: dict[str, Any], **attributes: int) -> FrozenTrial:
-        """A trial that waits for its turn, at a point or, where there are no params, at one that is drawn then."""
+    def _waiting_trial(self, params: dict[str, Any], **attributes: int) -> FrozenTrial:
+        """A trial for the queue; without params they are sampled when it starts."""
         distributions = self._distributions if params else {}
         return optuna.trial.create_trial(
             state=TrialState.WAITING, params=params, distributions=distributions, user_attrs=attributes
         )
 
     def _sampler(self, point: int) -> BaseSampler:
-        """A sampler for one point alone, by the point's own seed: so a search that was stopped asks for the same
-        points as one that was not."""
+        """A sampler for a single point, seeded by the point's index, so that a resumed search samples the same points
+        as an uninterrupted one."""
         seed = rng.key(self._plan.config.seed, "tune", point) % 2**32
         return TPESampler(seed=seed) if self._plan.sampler == "tpe" else RandomSampler(seed=seed)
 
 
-def _quick_commits(connection: Any, record: object) -> None:
-    """A commit does not wait for the disk: a kill loses nothing, a power cut at most the last values."""
+def _fast_commits(connection: Any, record: object) -> None:
+    """Commit without waiting for the disk: a kill loses nothing, a power cut at most the last values."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
 
 
-def _first(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> int:
-    """The number under which a trial's point was first tried."""
+def _first_number(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> int:
+    """The number of the trial that this one retries, directly or not."""
     while "retry_of" in trial.user_attrs:
         trial = trials[trial.user_attrs["retry_of"]]
     return trial.number
 
 
 def _grid(plan: Plan) -> list[dict[str, Any]]:
-    """Every point of a grid, in the order they are tried in: drawn once, so that the first few are a fair sample."""
+    """All points of the grid in a fixed random order, so that the first few cover it fairly."""
     if plan.sampler != "grid":
         return []
     lists = [part.labels for part in plan.space.values() if isinstance(part, Choices)]
@@ -218,6 +219,6 @@ def _pruner(plan: Plan) -> BasePruner:
 def _distribution(part: Choices | Range) -> BaseDistribution:
     if isinstance(part, Choices):
         return CategoricalDistribution(list(part.labels))
-    if part.whole:
+    if part.is_integer:
         return IntDistribution(int(part.low), int(part.high), log=part.log)
     return FloatDistribution(part.low, part.high, log=part.log)

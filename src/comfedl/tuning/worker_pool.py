@@ -1,13 +1,10 @@
-"""Trials in processes of their own, which report to the one that has the study."""
+"""Trials in worker processes, which report to the process that owns the study."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from functools import partial
@@ -17,93 +14,85 @@ from typing import Protocol
 
 import torch
 
-from comfedl.tuning.run_trial import Data, MetricMissing, Outcome, Task, run_task
-from comfedl.utils.errors import ComfedlError
+from comfedl.tuning.run_trial import DataCache, MetricMissing, Outcome, Task, run_task
+from comfedl.utils.process_pool import SPAWN, WorkerDied, init_worker
 
 READY = "ready"
 
 
-class Asked(Protocol):
-    """What gives trials to run, and hears of them."""
+class TrialSource(Protocol):
+    """What hands out trials and receives their results: a study."""
 
-    def left(self) -> int: ...
+    def remaining(self) -> int: ...
 
-    def next(self) -> Task | None: ...
+    def ask(self) -> Task | None: ...
 
-    def report(self, task: Task, step: int, value: float, said: str) -> bool: ...
+    def report(self, task: Task, step: int, value: float, status: str) -> bool: ...
 
     def tell(self, task: Task, outcome: Outcome) -> None: ...
 
 
-class WorkerDied(ComfedlError):
-    """A process has ended in the middle of a trial."""
-
-
-def run_here(study: Asked, data: Data) -> None:
+def run_sequentially(study: TrialSource, data: DataCache) -> None:
     """Run trials one after another in this process."""
-    while (task := study.next()) is not None:
+    while (task := study.ask()) is not None:
         study.tell(task, run_task(task, data, partial(study.report, task)))
 
 
-def run_in_processes(study: Asked, jobs: int) -> None:
-    """Run as many trials at a time as there are jobs; each has its share of the threads that torch has here."""
+def run_in_processes(study: TrialSource, jobs: int) -> None:
+    """Run ``jobs`` trials at a time; the workers share this process's number of torch threads."""
     threads = max(1, torch.get_num_threads() // jobs)
     workers: list[_Worker] = []
     try:
-        workers += (_Worker(threads) for _ in range(min(jobs, study.left())))
+        workers += (_Worker(threads) for _ in range(min(jobs, study.remaining())))
         for worker in workers:
             worker.start()
         while True:
             for worker in workers:
-                if worker.idle and (task := study.next()) is not None:
-                    worker.begin(task)
+                if worker.idle and (task := study.ask()) is not None:
+                    worker.run(task)
             busy = {worker.connection: worker for worker in workers if not worker.idle}
             if not busy:
                 return
             for connection in wait(list(busy)):
                 assert isinstance(connection, Connection)
-                busy[connection].listen(study)
+                busy[connection].receive(study)
     finally:
         for worker in workers:
-            worker.end()
+            worker.terminate()
 
 
 class _Worker:
     """A process that runs the trials it is given."""
 
     def __init__(self, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, self._theirs = context.Pipe()
+        self.connection, self._child_end = SPAWN.Pipe()
         self._task: Task | None = None
         self._ready = False
-        self._process = context.Process(target=_work, args=(self._theirs, threads), daemon=True)
+        self._process = SPAWN.Process(target=_work, args=(self._child_end, threads), daemon=True)
 
     def start(self) -> None:
-        """Start the process. Ctrl-C reaches all processes of a terminal; this one alone shall act on it."""
-        with _unheard(signal.SIGINT):
+        """Start the process. Ctrl-C reaches all processes of a terminal; only the parent acts on it."""
+        with _blocked(signal.SIGINT):
             self._process.start()
-        self._theirs.close()
+        self._child_end.close()
 
     @property
     def idle(self) -> bool:
         return self._ready and self._task is None
 
-    def begin(self, task: Task) -> None:
+    def run(self, task: Task) -> None:
         self._task = task
         self.connection.send(task)
 
-    def listen(self, study: Asked) -> None:
-        """Take one message: that it is ready, a value on a trial's way, its outcome, or an error."""
+    def receive(self, study: TrialSource) -> None:
+        """Handle one message: the worker is ready, an intermediate value, an outcome or an error."""
         try:
             message = self.connection.recv()
             if self._task is not None and isinstance(message, tuple):
                 self.connection.send(study.report(self._task, *message))
         except (EOFError, ConnectionError):
             self._process.join()
-            raise WorkerDied(
-                f"A process that runs trials has ended (exit code {self._process.exitcode}), perhaps for want of "
-                "memory; run the same command again to go on, with fewer --jobs."
-            ) from None
+            raise WorkerDied(self._process.exitcode) from None
         if isinstance(message, Exception):
             raise message
         self._ready = True
@@ -111,7 +100,7 @@ class _Worker:
             study.tell(self._task, message)
             self._task = None
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         if self._process.pid is not None:
             self._process.terminate()
             self._process.join()
@@ -119,12 +108,12 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _unheard(number: int) -> Iterator[None]:
-    """What is started here never hears a signal; this process hears it afterwards."""
+def _blocked(number: int) -> Iterator[None]:
+    """Block a signal: processes started in this block inherit the mask, this process gets the signal afterwards."""
     if sys.platform == "win32":
         yield
         return
-    resource_tracker.ensure_running()  # which would let the signal through when it starts
+    resource_tracker.ensure_running()  # when it starts, it unblocks SIGINT in this process
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
         yield
@@ -133,18 +122,16 @@ def _unheard(number: int) -> Iterator[None]:
 
 
 class TrialError(RuntimeError):
-    """An error in a trial that is nobody's setting, with where it was raised."""
+    """An unexpected error in a worker, with its traceback."""
 
 
 def _work(connection: Connection, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    data = Data()
+    init_worker(threads)
+    data = DataCache()
     connection.send(READY)
 
-    def report(step: int, value: float, said: str) -> bool:
-        connection.send((step, value, said))
+    def report(step: int, value: float, status: str) -> bool:
+        connection.send((step, value, status))
         return bool(connection.recv())
 
     while True:
@@ -156,11 +143,3 @@ def _work(connection: Connection, threads: int) -> None:
             connection.send(error)
         except Exception:
             connection.send(TrialError(f"A trial raised an error:\n{traceback.format_exc()}"))
-
-
-def _end_with_parent() -> None:
-    """Nobody hears of a trial whose search was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -1,1 +1,1 @@
-"""Small tools that know nothing of the rest."""
+"""Small helpers that import nothing else of comfedl."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and tensors that are written a few rows at a time."""
+"""Atomic file writes, and safetensors files that are written a few rows at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-KINDS = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -23,18 +23,18 @@ KINDS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-Shape = tuple[torch.dtype, Sequence[int]]
+TensorSpec = tuple[torch.dtype, Sequence[int]]
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:
-    """Have what was written on the disk, not only under way to it."""
+    """Flush a file to disk, past the buffers of Python and of the system."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f"{_stem(path.name)}{os.getpid()}")
+    """Write a file atomically: readers see the old content or the new one."""
+    temporary = path.with_name(f"{_partial_prefix(path.name)}{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -45,45 +45,45 @@ def write_atomic(path: Path, content: bytes) -> None:
         raise
 
 
-def sweep(folder: Path, names: Collection[str]) -> None:
-    """Take away what a kill left of writing these files; nobody else may be writing them."""
-    stems = {_stem(name) for name in names}
+def remove_partial_files(folder: Path, names: Collection[str]) -> None:
+    """Remove what killed processes left of ``write_atomic`` to these files; no other process may be writing them."""
+    prefixes = {_partial_prefix(name) for name in names}
     for path in folder.iterdir():
-        if path.name.rstrip("0123456789") in stems:
+        if path.name.rstrip("0123456789") in prefixes:
             path.unlink(missing_ok=True)
 
 
-def _stem(name: str) -> str:
+def _partial_prefix(name: str) -> str:
     return f".{name[:60]}."
 
 
 class TensorFile:
-    """Writes tensors of known types and shapes to an open file, as safetensors, in any order of their rows.
+    """Writes tensors of known dtypes and shapes to an open file in the safetensors format, rows in any order.
 
-    So no more of them than one writes at a time need be in memory.
+    So only the rows that are being written need to be in memory.
     """
 
-    def __init__(self, file: IO[bytes], shapes: Mapping[str, Shape]) -> None:
-        self._file, self._shapes = file, shapes
+    def __init__(self, file: IO[bytes], specs: Mapping[str, TensorSpec]) -> None:
+        self._file, self._specs = file, specs
         self._starts: dict[str, int] = {}
         header: dict[str, object] = {}
-        at = 0
-        # The widest first, so that each number lies at a multiple of its size.
-        for name, (dtype, shape) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
+        end = 0
+        # The widest dtypes first, so that every number is aligned.
+        for name, (dtype, shape) in sorted(specs.items(), key=lambda item: -item[1][0].itemsize):
             size = dtype.itemsize * torch.Size(shape).numel()
-            header[name] = {"dtype": KINDS[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
-            self._starts[name], at = at, at + size
+            header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
+            self._starts[name], end = end, end + size
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         file.write(len(text).to_bytes(8, "little") + text)
-        self._base = self._at = 8 + len(text)
+        self._base = self._position = 8 + len(text)
 
     def write(self, name: str, part: Tensor, row: int = 0) -> None:
-        """Write a tensor, or some of its rows from this one on."""
-        dtype, shape = self._shapes[name]
+        """Write a tensor, or some of its rows, starting at ``row``."""
+        dtype, shape = self._specs[name]
         place = self._base + self._starts[name] + row * dtype.itemsize * torch.Size(shape[1:]).numel()
-        if place != self._at:
+        if place != self._position:
             self._file.seek(place)
         data = part.detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy()
         self._file.write(data.data)
-        self._at = place + data.nbytes
+        self._position = place + data.nbytes

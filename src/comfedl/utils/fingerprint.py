@@ -1,4 +1,4 @@
-"""Digests that tell whether two runs were given the same."""
+"""Digests that show whether two runs had the same inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def fingerprint(*parts: Any) -> str:
-    """A digest of what a run depends on besides its settings: names, numbers and tensors."""
+    """The SHA-256 digest of names, numbers and tensors."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):

@@ -1,4 +1,4 @@
-"""A folder that one process writes at a time."""
+"""A lock that lets one process at a time write to a folder."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from comfedl.utils.errors import RunFolderError
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock: there a folder is not locked
+except ImportError:  # Windows has no flock, so folders are not locked there
     fcntl = None  # type: ignore[assignment]
 
-
-KNOWN = fcntl is not None  # whether a folder that is being written has a lock
+SUPPORTED = fcntl is not None
 
 
 def take_lock(path: Path) -> IO[str] | None:
-    """Keep other runs out of a folder; the system lets go of the lock when the process ends, however it ends."""
+    """Lock a folder against other runs; the system releases the lock when the process ends, even if it is killed."""
     if fcntl is None:
         return None
     lock = (path / ".lock").open("a+")
@@ -31,7 +30,7 @@ def take_lock(path: Path) -> IO[str] | None:
 
 
 def release_lock(path: Path, lock: IO[str] | None) -> None:
-    """Let others into a folder again."""
+    """Unlock a folder."""
     if lock is not None:
         with contextlib.suppress(OSError):
             (path / ".lock").unlink()

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, caught for as long as a run lasts."""
+"""Handlers of SIGINT and SIGTERM for the time of a run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from comfedl.utils.errors import RankLost
 
 
-def caught(stop: Callable[[int, types.FrameType | None], None]) -> dict[int, Any]:
-    """Have this called on SIGINT and SIGTERM, where it can be; gives back what was called before."""
+def install_handlers(handler: Callable[[int, types.FrameType | None], None]) -> dict[int, Any]:
+    """Handle SIGINT and SIGTERM if this is the main thread; return the previous handlers."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
-def let_go(handlers: Mapping[int, Any], error: BaseException | None = None) -> None:
-    """Have signals do what they did before they were caught.
+def restore_handlers(handlers: Mapping[int, Any], error: BaseException | None = None) -> None:
+    """Restore the previous handlers, except after the loss of another process.
 
-    Where another process has died they stay caught: torchrun then sends SIGTERM to this one, which is about to say so.
+    Then torchrun sends SIGTERM to this one as well, which must live long enough to report the error.
     """
     if not isinstance(error, RankLost):
         for number, handler in handlers.items():

@@ -1,4 +1,4 @@
-"""Settings as plain values: hyper-parameters as dicts, dicts as TOML."""
+"""Hyper-parameters as dicts of plain values, and such dicts as TOML."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import numpy as np
 
 
 def describe(value: Any) -> Any:
-    """A dataclass such as an algorithm or an outer function as a dict with its name; None values are left out."""
+    """A dataclass, such as an algorithm or an outer function, as a dict with its name; None values are omitted."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = getattr(value, "name", type(value).__name__.lower())
         fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        # A None that is not the default, as for batch_size, is all of the data.
+        # A None that is not the default, as in batch_size, stands for all the data.
         fields |= {f.name: "all" for f in dataclasses.fields(value) if fields[f.name] is None and f.default is not None}
         return {"name": name} | {key: part for key, part in fields.items() if part is not None}
     if isinstance(value, tuple):
         return [describe(part) for part in value]
     value = plain_number(value)
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}:{value.__qualname__}"  # the same in every process, unlike its address
+        return f"{value.__module__}:{value.__qualname__}"  # unlike repr, the same in every process
     return value if isinstance(value, int | float | str | list | dict) or value is None else repr(value)
 
 
 def plain_number(value: Any) -> Any:
-    """A numpy number as Python's own; anything else as it is."""
+    """Convert a numpy scalar to a Python number; return anything else unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
-def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """``{"a": {"b": 1}}`` as ``{"a.b": 1}``.
 
     >>> flat({"rounds": 3, "algorithm": {"outer": {"gamma": 0.2}}})
@@ -40,12 +40,12 @@ def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     for key, value in settings.items():
-        out |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return out
 
 
 def to_toml(settings: Mapping[str, Any]) -> str:
-    """Write settings as TOML: plain values first, then one table for each dict; deeper dicts stand inline.
+    """Settings as TOML: plain values first, then one table per dict; deeper dicts are inline tables.
 
     >>> print(to_toml({"rounds": 3, "algorithm": {"name": "comfedl", "outer": {"name": "kl", "gamma": 0.2}}}))
     rounds = 3
@@ -68,11 +68,11 @@ def _lines(table: Mapping[str, Any]) -> list[str]:
 
 
 def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _text(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _string(key)
 
 
-def _text(text: str) -> str:
-    """A TOML string: as JSON's, but a character beyond the basic plane stands for itself, not for a pair."""
+def _string(text: str) -> str:
+    """A TOML string. Unlike JSON, TOML has no surrogate pairs and must escape DEL."""
     written = json.dumps(text, ensure_ascii=False)
     return "".join(f"\\u{ord(c):04X}" if c == "\x7f" or 0xD800 <= ord(c) < 0xE000 else c for c in written)
 
@@ -87,4 +87,4 @@ def _value(value: Any) -> str:
         return "[" + ", ".join(_value(part) for part in value) + "]"
     if isinstance(value, int | float):
         return repr(value)
-    return _text(str(value))
+    return _string(str(value))

@@ -1,4 +1,4 @@
-"""What torchrun tells its processes: which of them this one is, and whether they have been started anew."""
+"""What torchrun passes to its processes by environment variables: the rank, and whether it has restarted them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 
 from comfedl.utils.errors import ConfigError
 
-MARK = ".torchrun"  # in a run's folder: which call of torchrun has begun it
+LAUNCH_FILE = ".torchrun"  # in a run folder: the torchrun launch that created it
 
 
 def started() -> bool:
-    """Whether this process was started by torchrun, or as it does."""
+    """Whether torchrun, or a launcher that sets the same variables, has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank() -> int:
-    """This process's number; 0 where there is no torchrun."""
+    """The rank of this process; 0 without torchrun."""
     return int(os.environ["RANK"]) if started() else 0
 
 
-def world() -> int:
-    """How many processes there are."""
+def world_size() -> int:
+    """The number of processes; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if started() else 1
 
 
 def check_started() -> None:
-    """Refuse the distributed engine in a process that knows of no others."""
+    """Raise an error if this process was not started by torchrun."""
     if not started():
         raise ConfigError(
             "engine is 'distributed', but this process was not started by torchrun; start it with: torchrun "
@@ -35,30 +35,30 @@ def check_started() -> None:
         )
 
 
-def mark(folder: Path) -> None:
-    """Note in a run's folder which call of torchrun has begun it."""
+def record_launch(folder: Path) -> None:
+    """Record in a run folder which torchrun launch has created it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        (folder / MARK).write_text(f"{os.environ['TORCHELASTIC_RUN_ID']}\n{_watcher()}\n", encoding="utf-8")
+        (folder / LAUNCH_FILE).write_text(f"{os.environ['TORCHELASTIC_RUN_ID']}\n{_agent()}\n", encoding="utf-8")
 
 
-def goes_on(folder: Path) -> bool:
-    """Whether torchrun has started its processes anew and a folder holds what the ones before had begun.
+def is_restart(folder: Path) -> bool:
+    """Whether torchrun has restarted its processes and the folder holds the run that they had begun.
 
-    Torchrun counts the starts on each host by itself, and not those that a rank's death on another host has brought: so
-    the process that watches over this one is asked for as well.
+    TORCHELASTIC_RESTART_COUNT is kept per host and misses restarts caused by a failure on another host, so an unchanged
+    parent process (torchrun's agent) counts as a restart as well.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not (folder / MARK).is_file():
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not (folder / LAUNCH_FILE).is_file():
         return False
-    name, watcher, *_ = [*(folder / MARK).read_text(encoding="utf-8").splitlines(), "", ""]
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or watcher == _watcher()
-    return again and name == os.environ["TORCHELASTIC_RUN_ID"]
+    launch, agent, *_ = [*(folder / LAUNCH_FILE).read_text(encoding="utf-8").splitlines(), "", ""]
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or agent == _agent()
+    return restarted and launch == os.environ["TORCHELASTIC_RUN_ID"]
 
 
-def _watcher() -> str:
-    """The process that has started this one, by host, number and, where that can be had, the time it began."""
+def _agent() -> str:
+    """The parent process: host, process id and, where /proc exists, start time, since ids are reused."""
     parent = os.getppid()
     try:
-        begun = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        start = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
-        begun = ""
-    return f"{socket.gethostname()} {parent} {begun}"
+        start = ""
+    return f"{socket.gethostname()} {parent} {start}"

@@ -1,4 +1,4 @@
-"""Trees of tensors: nested dicts, tuples and lists. What travels and what is kept are such trees."""
+"""Trees of tensors: nested dicts, tuples and lists. Messages, states and checkpoints are such trees."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 # A nested dict, tuple or list with tensors at its leaves.
 Tree = Any
 
-# torch refuses a rate beyond a leaf's type, where the product is just infinite.
-LARGEST = 1e30
+# Above this, torch._foreach_sub may raise an overflow error where a product would be infinite.
+MAX_RATE = 1e30
 
 
 def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
     """Apply ``fn`` leaf by leaf to trees of the same structure."""
     first = trees[0]
     if isinstance(first, dict):
-        if len(trees) == 1:  # most of the time, and so the sooner
+        if len(trees) == 1:  # the common case, made fast
             return {name: fn(part) if isinstance(part, Tensor) else map(fn, part) for name, part in first.items()}
         return {name: map(fn, *[tree[name] for tree in trees]) for name in first}
     if isinstance(first, tuple | list):
@@ -30,7 +30,7 @@ def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
 
 
 def leaves(tree: Tree) -> list[Tensor]:
-    """The tensors of a tree in a fixed order."""
+    """The tensors of a tree, in a fixed order."""
     if isinstance(tree, Tensor) or not isinstance(tree, dict | tuple | list):
         return [tree]
     found: list[Tensor] = []
@@ -43,7 +43,7 @@ def leaves(tree: Tree) -> list[Tensor]:
 
 
 def named_leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (path, tensor) pairs; the path's parts are joined by a slash."""
+    """Yield (path, tensor) pairs; paths look like "rest/1/deep"."""
     if isinstance(tree, Tensor):
         yield prefix, tree
         return
@@ -52,13 +52,13 @@ def named_leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def nbytes(tree: Tree) -> int:
-    """The number of bytes that the tree's tensors hold."""
+    """The total size of the tensors in bytes."""
     return sum(leaf.nbytes for leaf in leaves(tree))
 
 
 def finite(tree: Tree) -> bool:
     """Whether every floating-point number in the tree is finite."""
-    # A sum that is finite had only finite terms, and is the faster to look at; one that is not may have overflowed.
+    # A finite sum has only finite terms and is faster to check; an infinite one may have overflowed.
     return all(
         math.isfinite(leaf.sum().item()) or bool(torch.isfinite(leaf).all())
         for leaf in leaves(tree)
@@ -67,18 +67,18 @@ def finite(tree: Tree) -> bool:
 
 
 def step(tree: Tree, rate: float, direction: Tree) -> Tree:
-    """One descent step, ``tree - rate * direction``."""
+    """A descent step, ``tree - rate * direction``."""
     rate = float(rate)
-    if abs(rate) > LARGEST:
+    if abs(rate) > MAX_RATE:
         return map(lambda leaf, u: leaf - rate * u, tree, direction)
     moved = iter(torch._foreach_sub(leaves(tree), leaves(direction), alpha=rate))
     return map(lambda leaf: next(moved), tree)
 
 
 def step_in_place(tree: Tree, rate: float, direction: Tree) -> Tree:
-    """The same step, to the bit, written over the tree, which must be the caller's own."""
+    """The same step, bit for bit, in place; the caller must own the tree."""
     rate = float(rate)
-    if abs(rate) > LARGEST:
+    if abs(rate) > MAX_RATE:
         return step(tree, rate, direction)
     torch._foreach_sub_(leaves(tree), leaves(direction), alpha=rate)
     return tree

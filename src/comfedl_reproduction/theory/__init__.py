@@ -1,6 +1,6 @@
-"""The paper's convergence analysis, measured where all constants are known: its rate, its lemmas, and the bias.
+"""The paper's convergence analysis, measured on a problem with known constants: the rate, the lemmas and the bias.
 
-Writes ``theory.csv``, ``theory-summary.csv`` and ``theory.png``; docs/theory-check.md says what they show.
+Writes ``theory.csv``, ``theory-summary.csv`` and ``theory.png``; docs/theory-check.md explains them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from comfedl.utils.errors import ConfigError
 from comfedl.utils.files import write_atomic
 from comfedl_reproduction.theory.extensions import Plus
 from comfedl_reproduction.theory.measure import LAWS, LONG, Bias, Drift, Rate, Row
-from comfedl_reproduction.theory.points import Point, measured
+from comfedl_reproduction.theory.points import Point, measure
 from comfedl_reproduction.theory.summary import summarise
 
 COLUMNS = ("part", "series", "quantity", "T", "tau", "eta", "b", "seed", "value", "bound")
@@ -28,7 +28,7 @@ COLUMNS = ("part", "series", "quantity", "T", "tau", "eta", "b", "seed", "value"
 
 @dataclass(frozen=True)
 class Preset:
-    """Which points are measured; ``long`` are further T for the laws in ``LONG``, ``plus`` is the T of ``Plus``."""
+    """The points to measure; ``long`` has more values of T for the laws in ``LONG``, ``plus`` is the T of ``Plus``."""
 
     T: tuple[int, ...]
     long: tuple[int, ...]
@@ -40,7 +40,7 @@ class Preset:
     seeds: int = 3
 
     def points(self, seeds: int) -> list[Point]:
-        """All points, the longest first, so that no process is left alone with one at the end."""
+        """All points, longest first, so that no worker is left with a long one at the end."""
         points: list[Point] = [Plus(self.plus)]
         for seed in range(seeds):
             points += [Rate(law, T, seed) for law in LAWS for T in self.T]
@@ -73,31 +73,31 @@ PRESETS = {
 
 
 def run(out: Path, preset: str, seeds: int | None) -> None:
-    """Measure what is not yet in ``out``, and write tables and figure from all points."""
+    """Measure the points that are not yet in ``out``, then write the tables and the figure."""
     checks.one_of("preset", preset, PRESETS)
     if seeds is not None:
         checks.at_least("seeds", seeds, 1)
     if find_spec("matplotlib") is None:
-        raise ConfigError("The figure needs matplotlib, which is not installed; install comfedl with its extra `plot`.")
+        raise ConfigError("The figure needs matplotlib, which is not installed; install comfedl with the extra `plot`.")
     chosen = PRESETS[preset]
-    write(out, measured(out, chosen.points(seeds or chosen.seeds), workers=os.cpu_count() or 1))
+    write(out, measure(out, chosen.points(seeds or chosen.seeds), workers=os.cpu_count() or 1))
 
 
 def write(out: Path, rows: Sequence[Row]) -> None:
-    """The tables and the figure."""
-    from comfedl_reproduction.theory.figure import draw  # nothing but this needs the extra `plot`
+    """Write the tables and the figure."""
+    from comfedl_reproduction.theory.figure import draw  # needs the extra `plot`
 
-    def place(row: Row) -> tuple[Any, ...]:
+    def order(row: Row) -> tuple[Any, ...]:
         return row["part"], row["series"], row["quantity"], *(row.get(name) or 0 for name in COLUMNS[3:8])
 
-    write_atomic(out / "theory.csv", table(sorted(rows, key=place), COLUMNS))
-    summary = summarise(sorted(rows, key=place))
+    write_atomic(out / "theory.csv", table(sorted(rows, key=order), COLUMNS))
+    summary = summarise(sorted(rows, key=order))
     write_atomic(out / "theory-summary.csv", table(summary, tuple(summary[0])))
     write_atomic(out / "theory.png", draw(rows))
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> bytes:
-    """Rows as CSV; what a row does not have, or cannot be told, is left empty."""
+    """Rows as CSV; missing values and NaN are left empty."""
 
     def cell(value: Any) -> Any:
         if isinstance(value, float):

@@ -1,9 +1,8 @@
-"""The theorem as it is printed, without a plus sign that its proof has, does not hold: a problem that shows it.
+"""A counterexample to the theorem as printed, which lacks a plus sign that its proof has.
 
-Two clients with f_i(w) = (R log cosh(w / R), +-sin w) and g(y) = e y_1 + y_2, all without noise. Their sines cancel in
-F(w) = e R log cosh(w / R), which is almost a straight line, but not in what several local steps do: there is a model
-that rounds lead back to itself, where F is as steep as ever. The term that allows for it is the one that the missing
-plus sign turns into a multiple of sigma.
+Two clients have f_i(w) = (R log cosh(w / R), +-sin w) and g(y) = e y_1 + y_2, without noise. Their sines cancel in
+F(w) = e R log cosh(w / R), which is almost a straight line, but not over several local steps: these have a fixed point
+where F is still steep. The theorem allows for this in a term that the missing plus sign turns into a multiple of sigma.
 """
 
 from __future__ import annotations
@@ -15,18 +14,19 @@ import torch
 from torch import Tensor
 
 from comfedl.algorithms.comfedl import ComFedL
-from comfedl.core.objectives import Batch, Composition, Params
+from comfedl.core.learner import Batch, Params
+from comfedl.core.objectives import Composition
 from comfedl.data.federated import FederatedData
 from comfedl.training.fit import fit
 from comfedl_reproduction.theory.measure import Row, Trace
 from comfedl_reproduction.theory.problem import F64, Constants, log_cosh
 
-SIGMA = 1e-12  # there is no noise, and the assumptions ask for some number above 0
+SIGMA = 1e-12  # no noise, but the assumptions require a number above 0
 
 
 @dataclass(frozen=True)
 class Plus:
-    """The mean squared gradient of this problem beside the theorem with and without the plus sign."""
+    """The mean squared gradient of this problem, next to the theorem's bound with and without the plus sign."""
 
     T: int
     tau: int = 4
@@ -68,7 +68,7 @@ class Plus:
         trace, rounds = Trace(start), self.T // self.tau
         fit({"w": start}, fed, algorithm, rounds=rounds, eval_every=rounds, callbacks=[trace])
         slopes = self.e * torch.tanh(torch.stack(trace.ws[:-1]) / self.R)
-        gap = self.e * self.R * float(log_cosh(start / self.R))  # F is 0 at its least
+        gap = self.e * self.R * float(log_cosh(start / self.R))  # the minimum of F is 0
         bounds = {"all rounds": self.constants().theorem, "all rounds (as printed)": self.constants().printed}
         common = {"part": "plus sign", "series": "", "T": self.T, "tau": self.tau, "eta": self.eta, "b": 1, "seed": 0}
         return [

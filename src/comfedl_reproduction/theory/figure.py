@@ -1,4 +1,4 @@
-"""The figure of the convergence analysis: what was measured, and the paper's bounds above it."""
+"""The figure of the convergence analysis: measurements and the paper's bounds."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from matplotlib.figure import Figure
 
 from comfedl_reproduction.theory.measure import DRIFT_BATCH, LAWS, LONG, Row
 from comfedl_reproduction.theory.problem import Synthetic
-from comfedl_reproduction.theory.summary import Place, groups, places, power_law
+from comfedl_reproduction.theory.summary import SeriesPoint, group_by, power_law, series_points
 
-# Told apart by colour-blind readers too (Okabe and Ito), and by their markers.
+# The palette of Okabe and Ito, safe for the colour-blind; markers differ too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 HALF = "second half of the rounds"
 
-Found = dict[tuple[str, str, str], list[Place]]
+Series = dict[tuple[str, str, str], list[SeriesPoint]]
 
 
 def draw(rows: Sequence[Row]) -> bytes:
     """Three panels as a PNG: the rate over T, drift and error over tau eta, errors and bias over b."""
     figure = Figure(figsize=(13.5, 5.8), layout="constrained")
     FigureCanvasAgg(figure)
-    found: Found = {(p, s, q): places(same) for (p, s, q), same in groups(rows, "part", "series", "quantity").items()}
+    series: Series = {
+        (p, s, q): series_points(same) for (p, s, q), same in group_by(rows, "part", "series", "quantity").items()
+    }
     for axes, panel in zip(figure.subplots(1, 3), (_rate, _drift, _bias), strict=True):
-        panel(axes, found)
+        panel(axes, series)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.spines[["top", "right"]].set_visible(False)
@@ -39,15 +41,21 @@ def draw(rows: Sequence[Row]) -> bytes:
 
 
 def _points(
-    axes: Axes, at: Sequence[Place], k: int, label: str = "", line: str = "-", mark: str = "", hollow: bool = False
+    axes: Axes,
+    at: Sequence[SeriesPoint],
+    k: int,
+    label: str = "",
+    line: str = "-",
+    mark: str = "",
+    hollow: bool = False,
 ) -> None:
-    """Means with their standard errors; what is not above 0 has no place on a log axis."""
-    at = [place for place in at if place.mean > 0]
-    error = np.asarray([place.error for place in at])
+    """Means with standard errors; values of 0 or less are left out, since the axis is logarithmic."""
+    at = [point for point in at if point.mean > 0]
+    error = np.asarray([point.error for point in at])
     axes.errorbar(
-        [place.x for place in at],
-        [place.mean for place in at],
-        [np.minimum(error, [0.999 * place.mean for place in at]), error],
+        [point.x for point in at],
+        [point.mean for point in at],
+        [np.minimum(error, [0.999 * point.mean for point in at]), error],
         color=COLOURS[k],
         marker=mark or MARKERS[k],
         markerfacecolor="none" if hollow else COLOURS[k],
@@ -59,35 +67,35 @@ def _points(
     )
 
 
-def _bound(axes: Axes, at: Sequence[Place], k: int, label: str) -> None:
-    bounds = sorted({place.x: place.bound for place in at if place.bound is not None}.items())
+def _bound(axes: Axes, at: Sequence[SeriesPoint], k: int, label: str) -> None:
+    bounds = sorted({point.x: point.bound for point in at if point.bound is not None}.items())
     axes.plot(*zip(*bounds, strict=True), color=COLOURS[k], linestyle="--", label=label)
 
 
-def _slope(at: Sequence[Place]) -> str:
-    slope, _ = power_law((place.x for place in at), (place.mean for place in at))
+def _slope(at: Sequence[SeriesPoint]) -> str:
+    slope, _ = power_law((point.x for point in at), (point.mean for point in at))
     return f"slope {slope:.2f}"
 
 
-def _rate(axes: Axes, found: Found) -> None:
+def _rate(axes: Axes, series: Series) -> None:
     for k, law in enumerate(LAWS):
-        at, name = found["rate", law, "all rounds"], law.replace("sqrt(T)", r"$\sqrt{T}$")
+        at, name = series["rate", law, "all rounds"], law.replace("sqrt(T)", r"$\sqrt{T}$")
         _points(axes, at, k, f"{name}: {_slope(at)}")
         if law in LONG:
-            _points(axes, found["rate", law, HALF], k, f"{name}, second half of the rounds", ":", hollow=True)
+            _points(axes, series["rate", law, HALF], k, f"{name}, second half of the rounds", ":", hollow=True)
             _bound(axes, at, k, f"{name}: the theorem's bound")
-    axes.axhline(Synthetic().steepest() ** 2, color="0.6", linewidth=1, label=r"what no $\|\nabla F\|^2$ exceeds")
+    axes.axhline(Synthetic().gradient_bound() ** 2, color="0.6", linewidth=1, label=r"upper bound of $\|\nabla F\|^2$")
     axes.set_xlabel(r"local steps $T = \tau S$")
     axes.set_ylabel(r"mean over rounds of $\|\nabla F(\bar{w}_s)\|^2$")
     axes.set_title(r"The theorem: $\eta = 1/\sqrt{T}$, $\tau = 4$")
 
 
-def _drift(axes: Axes, found: Found) -> None:
-    drift, error = found["drift", "", "drift of the average"], found["drift", "", "error of the direction"]
-    taus = sorted({place.tau for place in drift if place.tau})
+def _drift(axes: Axes, series: Series) -> None:
+    drift, error = series["drift", "", "drift of the average"], series["drift", "", "error of the direction"]
+    taus = sorted({point.tau for point in drift if point.tau})
     for k, at in enumerate((drift, error)):
         for j, tau in enumerate(taus):
-            _points(axes, [place for place in at if place.tau == tau], k, line="none", mark=MARKERS[j])
+            _points(axes, [point for point in at if point.tau == tau], k, line="none", mark=MARKERS[j])
     _bound(axes, drift, 0, "Lemma 2's bound")
     _bound(axes, error, 1, "Lemma 3's bound")
     axes.plot([], [], color=COLOURS[0], linewidth=5, label=r"drift $\|\bar{w}_{s,t} - \bar{w}_s\|^2$")
@@ -99,18 +107,18 @@ def _drift(axes: Axes, found: Found) -> None:
     axes.set_title(f"Within a round: b = {DRIFT_BATCH}")
 
 
-def _bias(axes: Axes, found: Found) -> None:
+def _bias(axes: Axes, series: Series) -> None:
     labels = {
         "inner value rms": "$f_B$, root mean square error",
         "direction rms": "$u$, root mean square error",
         "direction bias": "$u$, bias",
     }
     for k, (quantity, label) in enumerate(labels.items()):
-        at = found["bias", "", quantity]
+        at = series["bias", "", quantity]
         _points(axes, at, k, f"{label}: {_slope(at)}", hollow=k == 0)
-        if any(place.bound is not None for place in at):
+        if any(point.bound is not None for point in at):
             _bound(axes, at, k, f"{label}: its bound")
-    limit = found["bias", "", "direction bias (Taylor)"]
+    limit = series["bias", "", "direction bias (Taylor)"]
     axes.plot([at.x for at in limit], [at.mean for at in limit], color="black", linewidth=1, label="$u$, bias: $c / b$")
     axes.set_xlabel("batch size $b = b_1$")
     axes.set_ylabel("norm of the error at one model")

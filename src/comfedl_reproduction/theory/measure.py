@@ -1,7 +1,7 @@
-"""What is measured on the synthetic problem, each point by runs of ``fit`` with the library's own ComFedL.
+"""The measurements on the synthetic problem; each point runs ``fit`` with the library's ComFedL.
 
-A round's end is seen by a callback, and a local step by the problem's own functions, which note what they are called
-with (``Watch``); the engine runs as it does for any reader's problem.
+A callback records the model after each round; the problem's functions record each local step in a ``StepLog``. The
+engine runs the problem like any user's.
 """
 
 from __future__ import annotations
@@ -25,34 +25,33 @@ from comfedl_reproduction.theory.problem import (
     OFFSETS,
     START,
     TARGETS,
-    Seen,
+    LocalStep,
+    StepLog,
     Synthetic,
-    Watch,
 )
 
 Row = dict[str, Any]
 
 TAU = 4
-# How the batch grows with T, and how many of the clients take part. The theorem's rate asks for b = T.
+# The batch size as a function of T, and the number of participants. The theorem's rate requires b = T.
 LAWS: dict[str, tuple[Callable[[int], int], int]] = {
     "b = T": (lambda T: T, 4),
     "b = T (2 of 4 clients)": (lambda T: T, 2),
     "b = sqrt(T)": (math.isqrt, 4),
     f"b = {LEAST_BATCH}": (lambda T: LEAST_BATCH, 4),
 }
-# The two that long runs tell apart: the theorem's, and one whose bias stays.
+# Laws that differ only in long runs: the theorem's, and one with a constant bias.
 LONG = ("b = T", f"b = {LEAST_BATCH}")
-# Of the runs that show the drift.
 DRIFT_BATCH, DRIFT_ROUNDS = 64, 10
-# How many clients of each kind measure the bias at once.
+# The number of copies of each client that measure the bias at once.
 COPIES = 64
-# Where the bias is measured: near the minimiser, where it decides how small the gradient can get.
+# The bias is measured near the minimiser, where it limits how small the gradient can get.
 NEAR = (0.5, 0.4)
 
 
 @dataclass(frozen=True)
 class Rate:
-    """The mean squared gradient of T steps with eta = 1 / sqrt(T)."""
+    """The mean squared gradient over T steps with eta = 1 / sqrt(T)."""
 
     law: str
     T: int
@@ -60,7 +59,7 @@ class Rate:
 
     @property
     def cost(self) -> float:
-        """About how many local steps it takes; one with a large batch counts for more."""
+        """An estimate in local steps; steps with large batches count more."""
         size, clients = LAWS[self.law]
         return self.T * clients * (1 + size(self.T) / 10_000)
 
@@ -88,9 +87,9 @@ class Rate:
 
 @dataclass(frozen=True)
 class Drift:
-    """How far models and directions get from where a round began: Lemmas 2 and 3 and the proof's descent inequality.
+    """How far models and directions move away from the start of a round: Lemmas 2 and 3, and the descent inequality.
 
-    Each is a mean over rounds, at the local step where that is largest.
+    Each value is a mean over rounds, at the local step where it is largest.
     """
 
     tau: int
@@ -102,13 +101,13 @@ class Drift:
         return DRIFT_ROUNDS * self.tau * 4
 
     def rows(self) -> list[Row]:
-        problem, watch = Synthetic(), Watch()
+        problem, log = Synthetic(), StepLog()
         tau, eta, b = self.tau, self.eta, DRIFT_BATCH
-        trace = Trace(problem.start, watch)
+        trace = Trace(problem.start, log)
         run(problem, trace, eta, tau, b, DRIFT_ROUNDS, self.seed, problem.clients)
         began, ended = torch.stack(trace.ws[:-1]), torch.stack(trace.ws[1:])
-        # [rounds, tau, clients, d], and the averages [rounds, tau + 1, d], of which the last are what the server has.
-        own = torch.stack([local(steps, problem.clients, tau).w for steps in trace.steps]).transpose(1, 2)
+        # Local models [rounds, tau, clients, d] and their averages [rounds, tau + 1, d], which end with the server's.
+        own = torch.stack([stack_steps(steps, problem.clients, tau).w for steps in trace.steps]).transpose(1, 2)
         average = torch.cat([own.mean(dim=2), ended[:, None]], dim=1)
         direction = (average[:, :-1] - average[:, 1:]) / eta
         at_start, values = problem.gradient(began)[:, None], problem.objective(average)
@@ -130,10 +129,10 @@ class Drift:
 
 @dataclass(frozen=True)
 class Bias:
-    """How far a direction is from the gradient at one model, in mean square and on average, against b.
+    """The error of a direction against the gradient at one model, as rms error and as bias, for batch size b.
 
-    The average is taken after the part of each direction that is linear in the noise, of which the mean is 0, is taken
-    off: what is left is of the order of the bias itself, where the whole is of the order of its square root.
+    For the bias, the part of each direction that is linear in the noise is subtracted first, as a control variate: its
+    mean is 0, and the rest is of the order of the bias itself, while the whole is of the order of its square root.
     """
 
     b: int
@@ -151,11 +150,11 @@ class Bias:
         exact, inner = problem.client_gradients(w)[who], problem.inner_mean(w)[who]
         sums, missed, inner_missed = [], [], []
         for repeat in range(self.repeats):
-            watch = Watch()
-            trace = Trace(w, watch)
-            # Of two local steps, the second begins where the first has led: that is how a client's direction is seen.
+            log = StepLog()
+            trace = Trace(w, log)
+            # Two local steps: the difference of the models at which they start is the direction of the first.
             run(problem, trace, 1.0, 2, b, 1, self.seed * self.repeats + repeat, len(who), who)
-            first = local(trace.steps[0], len(who), 2)
+            first = stack_steps(trace.steps[0], len(who), 2)
             outer_noise = torch.stack(trace.outer_noise[0][: 2 * len(who)]).view(len(who), 2, 1)[:, 0]
             direction = first.w[:, 0] - first.w[:, 1]
             linear = [problem.linear_part(w, i, first.noise[k, 0], outer_noise[k]) for k, i in enumerate(who)]
@@ -177,26 +176,26 @@ class Bias:
         return rows
 
 
-# What else decides a point's numbers: points that were stored under other settings are not used.
+# Everything else that determines a point's numbers: points stored under other settings are not reused.
 SETTINGS = repr(
     (Synthetic().constants(), ANGLES, OFFSETS, TARGETS, START, TAU, DRIFT_BATCH, DRIFT_ROUNDS, COPIES, NEAR)
 )
 
 
 class Trace(Callback):
-    """Keeps the server's w before the first and after every round, and what was noted of the local steps between."""
+    """Records the server's w at the start and after every round, and the local steps in between."""
 
-    def __init__(self, start: Tensor, watch: Watch | None = None) -> None:
-        self.ws, self.watch = [start], watch
-        self.steps: list[list[Seen]] = []
+    def __init__(self, start: Tensor, log: StepLog | None = None) -> None:
+        self.ws, self.log = [start], log
+        self.steps: list[list[LocalStep]] = []
         self.outer_noise: list[list[Tensor]] = []
 
     def settled(self, snapshot: Snapshot) -> None:
         self.ws.append(snapshot.state["model"]["params"]["w"].clone())
-        if self.watch is not None:
-            self.steps.append(self.watch.steps)
-            self.outer_noise.append(self.watch.outer_noise)
-            self.watch.steps, self.watch.outer_noise = [], []
+        if self.log is not None:
+            self.steps.append(self.log.steps)
+            self.outer_noise.append(self.log.outer_noise)
+            self.log.steps, self.log.outer_noise = [], []
 
 
 def run(
@@ -210,8 +209,8 @@ def run(
     participants: int,
     who: list[int] | None = None,
 ) -> None:
-    """One run of ComFedL from where the trace begins; ``who`` says of which kind each client is."""
-    algorithm = ComFedL(problem=problem.composition(trace.watch), lr=eta, local_steps=tau, batch_size=b)
+    """Run ComFedL from the start of the trace; ``who`` gives the functions of each client by index."""
+    algorithm = ComFedL(problem=problem.composition(trace.log), lr=eta, local_steps=tau, batch_size=b)
     fit(
         {"w": trace.ws[0]},
         problem.data(range(problem.clients) if who is None else who),
@@ -224,8 +223,8 @@ def run(
     )
 
 
-def local(steps: list[Seen], participants: int, tau: int) -> Seen:
-    """A round's local steps as tensors [participants, tau, ...]; what an evaluation has added is left out."""
+def stack_steps(steps: list[LocalStep], participants: int, tau: int) -> LocalStep:
+    """A round's local steps as tensors [participants, tau, ...], without those of an evaluation."""
     steps = steps[: participants * tau]
     who = [steps[k].client for k in range(0, len(steps), tau)]
     assert [step.client for step in steps] == [i for i in who for _ in range(tau)], "clients run one after another"
@@ -233,7 +232,7 @@ def local(steps: list[Seen], participants: int, tau: int) -> Seen:
     def stack(parts: list[Tensor]) -> Tensor:
         return torch.stack(parts).view(participants, tau, -1)
 
-    return Seen(-1, *(stack([getattr(step, name) for step in steps]) for name in ("w", "y", "noise")))
+    return LocalStep(-1, *(stack([getattr(step, name) for step in steps]) for name in ("w", "y", "noise")))
 
 
 def squared(x: Tensor) -> Tensor:

@@ -1,97 +1,76 @@
-"""Points of a measurement: measured side by side, each stored when it is finished, and never measured twice."""
+"""Measures points in parallel; each is stored when it is finished and never measured twice."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from comfedl.utils.errors import RunFolderError
 from comfedl.utils.files import write_atomic
+from comfedl.utils.process_pool import init_worker, process_pool
 from comfedl_reproduction.theory.extensions import Plus
 from comfedl_reproduction.theory.measure import SETTINGS, Bias, Drift, Rate, Row
 
 Point = Rate | Drift | Bias | Plus
 
 
-def measured(out: Path, points: Sequence[Point], workers: int) -> list[Row]:
-    """The rows of all points; those that are stored are not run again."""
-    places = {point: out / "theory-points" / f"{name(point)}.json" for point in points}
+def measure(out: Path, points: Sequence[Point], workers: int) -> list[Row]:
+    """The rows of all points; stored points are not measured again."""
+    files = {point: out / "theory-points" / f"{file_stem(point)}.json" for point in points}
     try:
         (out / "theory-points").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunFolderError(f"{out} cannot be written ({error.strerror}); give another --out.") from error
-    found = {point: stored(place) for point, place in places.items()}
+    found = {point: load(file) for point, file in files.items()}
     missing = [point for point in points if found[point] is None]
     with progress(sum(point.cost for point in points)) as advance:
         advance(sum(point.cost for point in points if found[point] is not None))
-        for point in finished(missing, places, min(workers, len(missing))):
+        for point in measure_missing(missing, files, min(workers, len(missing))):
             advance(point.cost)
-    return [row for point in points for row in found[point] or stored(places[point]) or []]
+    return [row for point in points for row in found[point] or load(files[point]) or []]
 
 
-def name(point: Point) -> str:
-    """What a point is stored under: the same only for the same measurement."""
+def file_stem(point: Point) -> str:
+    """The name of a point's file, with a hash of everything that determines the measurement."""
     key = json.dumps([type(point).__name__, asdict(point), SETTINGS])
     return f"{type(point).__name__.lower()}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
 
 
-def stored(place: Path) -> list[Row] | None:
-    """The rows of a finished point, or None."""
+def load(file: Path) -> list[Row] | None:
+    """The rows of a stored point; None if it is missing or damaged."""
     try:
-        rows: list[Row] = json.loads(place.read_text(encoding="utf-8"))
+        rows: list[Row] = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
     return rows
 
 
-def finish(point: Point, place: Path) -> Point:
+def measure_one(point: Point, file: Path) -> Point:
     """Measure a point and store it."""
-    write_atomic(place, json.dumps(point.rows()).encode())
+    write_atomic(file, json.dumps(point.rows()).encode())
     return point
 
 
-def finished(points: Sequence[Point], places: dict[Point, Path], workers: int) -> Iterator[Point]:
-    """Measure points, each yielded when it is stored."""
+def measure_missing(points: Sequence[Point], files: dict[Point, Path], workers: int) -> Iterator[Point]:
+    """Measure points and yield each one as soon as it is stored."""
     if workers < 2:
         for point in points:
-            yield finish(point, places[point])
+            yield measure_one(point, files[point])
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=settle_in) as pool:
-        futures = [pool.submit(finish, point, places[point]) for point in points]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def settle_in() -> None:
-    """A worker has one thread, and ends with the process that started it, however that ends."""
-    torch.set_num_threads(1)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    # Ctrl-C also stops the workers, since a point has no checkpoint to write first.
+    with process_pool(workers, init_worker, (1, False)) as pool:
+        for future in as_completed([pool.submit(measure_one, point, files[point]) for point in points]):
+            yield future.result()
 
 
 @contextmanager
 def progress(total: float) -> Iterator[Callable[[float], object]]:
-    """A bar with the time left; nothing where there is no terminal."""
+    """A bar with the time left; silent without a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 

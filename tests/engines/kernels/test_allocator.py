@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from comfedl.engines.kernels.allocator import CHOSEN, large_pages_wait
+from comfedl.engines.kernels.allocator import USER_SETTINGS, large_pages_on_request
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to keep memory")
 
@@ -87,8 +87,8 @@ else:
 
 
 def run(code: str, chosen: bool, *given: str) -> list[str]:
-    """What a process of its own prints, with the user's choice of how glibc keeps memory or without one."""
-    environment = {name: value for name, value in os.environ.items() if name not in CHOSEN}
+    """The output of a new process, with or without allocator settings of the user."""
+    environment = {name: value for name, value in os.environ.items() if name not in USER_SETTINGS}
     environment |= {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"} if chosen else {}
     return subprocess.run(
         [sys.executable, "-c", code, *given], env=environment, capture_output=True, text=True, check=True
@@ -97,7 +97,7 @@ def run(code: str, chosen: bool, *given: str) -> list[str]:
 
 @pytest.mark.parametrize("chosen", [False, True])
 def test_memory_is_kept_unless_the_user_has_chosen(chosen: bool) -> None:
-    """A round of 32 MB asks the system for its 8192 pages each time, or once."""
+    """A round of 32 MB faults in its 8192 pages every time, or once."""
     asked, faults = run(PAGES, chosen)
     assert (asked == "True") != chosen
     assert (int(faults) > 20_000) == chosen
@@ -105,9 +105,9 @@ def test_memory_is_kept_unless_the_user_has_chosen(chosen: bool) -> None:
 
 @pytest.mark.parametrize("chosen", [False, True])
 def test_large_pages_are_taken_where_the_system_waits_to_be_asked(chosen: bool) -> None:
-    """32 MB are written on; the rest of what may be kept is addresses, and takes no memory."""
+    """32 MB are written; the rest of the reserved heap is address space, and takes no memory."""
     asked, large, grown = map(int, run(LARGE, chosen, "0"))
-    assert (large > 32e6) == (large_pages_wait() and not chosen)
+    assert (large > 32e6) == (large_pages_on_request() and not chosen)
     assert asked < 40e6 and grown < 80e6
 
 
@@ -118,9 +118,9 @@ def test_a_heap_full_of_holes_is_not_filled() -> None:
 
 @pytest.mark.parametrize(("every", "whole"), [("1", True), ("20", False)])
 def test_nor_is_it_later_on(every: str, whole: bool) -> None:
-    """Where large pages are asked for, the system fills what has one page in two megabytes."""
+    """With large pages requested, the system fills every 2 MB range that has one page in use."""
     (advised,) = map(int, run(ADVISED, False, every))
-    assert (advised > 300e6) == (whole and large_pages_wait())
+    assert (advised > 300e6) == (whole and large_pages_on_request())
     assert whole or advised == 0
 
 
@@ -135,7 +135,7 @@ def test_little_memory_is_no_less_than_glibc_keeps() -> None:
 
 
 def test_of_several_sizes_the_largest_counts() -> None:
-    """A second engine with little memory would else have that of the first given back after each round."""
+    """Otherwise a second engine with little memory would release the first one's after each round."""
     _, faults = run(PAGES.replace("keep(2**28)", "keep(2**28) and keep(2**10)"), False)
     assert int(faults) < 20_000
 

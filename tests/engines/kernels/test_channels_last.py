@@ -1,4 +1,4 @@
-"""What the learner of images changes on its own copy of a model."""
+"""The changes that the learner for images makes to its copy of a model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_is_watched_stays_where_it_is() -> None:
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("samples", [1, 4])
 def test_images_are_laid_out_as_torch_tells_it(channels: int, samples: int) -> None:
-    """By the strides: a lone channel lies either way, and torch would take its slower kernels for the usual ones."""
+    """A single channel fits both layouts; its strides decide whether torch uses its fast kernels."""
     x = torch.randn(2 + samples, channels, 5, 4)[2:]
     learner = ChannelsLast(Learner(nn.Conv2d(channels, 1, 3)))
     laid = learner.to_layout({"x": x, "y": torch.arange(3)})

@@ -1,4 +1,4 @@
-"""The gradient and the Hessian-vector product that are written out, against autograd, in double precision."""
+"""Closed-form gradients and Hessian-vector products against autograd, in double precision."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import comfedl as cf
-from comfedl.core.learner import Batch, Learner, Model, Params, pull
+from comfedl.core.learner import Batch, Learner, Model, Params, value_and_vjp
 from comfedl.core.objectives import Adapt, Adapted, LocalLoss, gradient
 from comfedl.engines.kernels import conv_chain, layouts
 from comfedl.engines.kernels.channels_last import ChannelsLast
 from comfedl.engines.kernels.conv_chain import Chain
 from comfedl.engines.kernels.dense import Dense
-from comfedl.engines.replies import stacked
+from comfedl.engines.replies import stack_trees
 from comfedl.models.functional import Stateless
 from comfedl.utils import tree
 
@@ -36,7 +36,7 @@ def state(module: nn.Module) -> Model:
 
 
 def scattered(module: nn.Module, seed: int, negative: bool = False) -> nn.Module:
-    """The module in double precision, its parameters and statistics away from where they start."""
+    """The module in double precision, with perturbed parameters and statistics."""
     generator = torch.Generator().manual_seed(seed)
     module = copy.deepcopy(module).double()
     for name, part in [*module.named_parameters(), *module.named_buffers()]:
@@ -60,7 +60,7 @@ def direction(params: Params, seed: int = 2) -> Params:
 
 
 def plainly(module: nn.Module, model: Model, data: Batch, v: Params) -> tuple[Tensor, Params, Params, Params]:
-    """The loss, the gradient, the Hessian-vector product and the buffers, by torch's own double backward."""
+    """The loss, gradient, Hessian-vector product and buffers, by torch's double backward."""
     call, after = Stateless(copy.deepcopy(module)), {name: part.clone() for name, part in model["buffers"].items()}
     if len(data[0]) == 1:
         data = (torch.cat([data[0]] * 2), torch.cat([data[1]] * 2))
@@ -78,7 +78,7 @@ def plainly(module: nn.Module, model: Model, data: Batch, v: Params) -> tuple[Te
 
 
 def near(found: Params, expected: Params) -> None:
-    """Equal to 1e-10 of the largest of all numbers: a bias before a norm is 0 but for rounding."""
+    """Equal to 1e-10 of the largest value: the gradient of a bias before a norm is 0 up to rounding."""
     assert list(found) == list(expected)
     size = max((float(part.abs().max()) for part in expected.values()), default=0.0)
     for name, part in expected.items():
@@ -88,7 +88,7 @@ def near(found: Params, expected: Params) -> None:
 
 
 def agrees(module: nn.Module, data: Batch, model: Model | None = None) -> None:
-    """The written-out derivatives are autograd's, and are used."""
+    """The closed-form derivatives are used, and equal autograd's."""
     model = state(module) if model is None else model
     learner = ChannelsLast(Learner(module, functional.cross_entropy))
     chain = learner._chain
@@ -98,12 +98,12 @@ def agrees(module: nn.Module, data: Batch, model: Model | None = None) -> None:
     before = {name: part.clone() for name, part in model["buffers"].items()}
     value, slope, product, after = plainly(module, model, data, v)
 
-    found, pullback, seen = learner.pull_loss(model["params"], model["buffers"], data)
+    found, pullback, seen = learner.loss_and_vjp(model["params"], model["buffers"], data)
     torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
     near(pullback(torch.tensor(2.0, dtype=F64)), {name: 2 * part for name, part in slope.items()})
     near(seen, after)
 
-    curved, times, seen = learner.pull_curved(model["params"], model["buffers"], data)
+    curved, times, seen = learner.grad_and_hvp(model["params"], model["buffers"], data)
     near(curved, slope)
     near(seen, after)
     near(times(v), product)
@@ -201,20 +201,20 @@ def _normed(module: nn.Module) -> bool:
 
 
 def nearly(module: nn.Module, data: Batch, share: float) -> None:
-    """In single precision the derivatives are those of double precision, to a share of the largest of all numbers."""
+    """Single precision agrees with double precision, relative to the largest value."""
     v = direction(state(module)["params"])
     _, slope, product, _ = plainly(module, state(module), data, v)
     single = copy.deepcopy(module).float()
     learner, model = ChannelsLast(Learner(single, functional.cross_entropy)), state(single)
     params, buffers, given = model["params"], model["buffers"], (data[0].float(), data[1])
-    found, times, _ = learner.pull_curved(params, buffers, given)
+    found, times, _ = learner.grad_and_hvp(params, buffers, given)
     close(found, slope, share)
     close(times({name: part.float() for name, part in v.items()}), product, share)
-    close(learner.pull_loss(params, buffers, given)[1](torch.ones(())), slope, share)
+    close(learner.loss_and_vjp(params, buffers, given)[1](torch.ones(())), slope, share)
 
 
 def close(found: Params, expected: Params, share: float) -> None:
-    """Equal to a share of the largest of all numbers."""
+    """Equal relative to the largest value."""
     size = max(float(part.abs().max()) for part in expected.values())
     for name, part in expected.items():
         assert float((found[name].double() - part).abs().max()) < share * size, name
@@ -269,8 +269,8 @@ def test_another_default_device_changes_nothing() -> None:
     v = direction(model["params"])
     layouts._plane_starts.cache_clear()
     with torch.device("meta"):
-        learner.pull_loss(model["params"], model["buffers"], learner.to_layout(data))[1](one)
-        learner.pull_curved(model["params"], model["buffers"], learner.to_layout(data))[1](v)
+        learner.loss_and_vjp(model["params"], model["buffers"], learner.to_layout(data))[1](one)
+        learner.grad_and_hvp(model["params"], model["buffers"], learner.to_layout(data))[1](v)
     agrees(module, data)
 
 
@@ -354,7 +354,7 @@ def last(layer: nn.Module, features: int = 2 * 9 * 8) -> Callable[[], nn.Module]
     ).double()
 
 
-# What is drawn, or depends on nothing, is not to be compared.
+# Random or constant outputs cannot be compared.
 UNLIKE = [last(nn.Dropout(0.5)), replaced]
 OTHERS: list[Callable[[], nn.Module]] = [
     *UNLIKE,
@@ -379,7 +379,7 @@ def test_what_is_not_such_a_chain_is_left_to_autograd(make: Callable[[], nn.Modu
     if make in UNLIKE:
         return
     _, slope, product, after = plainly(module, model, data, v)
-    found, times, seen = learner.pull_curved(model["params"], model["buffers"], data)
+    found, times, seen = learner.grad_and_hvp(model["params"], model["buffers"], data)
     near(found, slope)
     near(times(v), product)
     near(seen, after)
@@ -391,8 +391,8 @@ def test_another_loss_or_chances_for_labels_are_left_to_autograd() -> None:
     assert ChannelsLast(Learner(module, functional.mse_loss))._chain is None
     chances = functional.one_hot(y, CLASSES).double()
     learner = ChannelsLast(Learner(module, functional.cross_entropy))
-    value, pullback, _ = learner.pull_loss(model["params"], {}, (x, chances))
-    expected, own, _ = learner.pull_loss(model["params"], {}, (x, y))
+    value, pullback, _ = learner.loss_and_vjp(model["params"], {}, (x, chances))
+    expected, own, _ = learner.loss_and_vjp(model["params"], {}, (x, y))
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
     near(pullback(torch.ones_like(value)), own(torch.ones_like(value)))
 
@@ -435,7 +435,7 @@ def test_what_the_product_has_kept_is_free_after_it(monkeypatch: pytest.MonkeyPa
     make = conv_chain.Linear
     monkeypatch.setattr(conv_chain, "Linear", lambda *given: made.append(weakref.ref(layer := make(*given))) or layer)
     learner = ChannelsLast(Learner(module, functional.cross_entropy))
-    _, times, _ = learner.pull_curved(model["params"], {}, batch((2, 9, 8)))
+    _, times, _ = learner.grad_and_hvp(model["params"], {}, batch((2, 9, 8)))
     assert made and all(layer() is not None for layer in made)
     times(direction(model["params"]))
     gc.collect()
@@ -443,11 +443,11 @@ def test_what_the_product_has_kept_is_free_after_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_given_can_be_used_for_anything() -> None:
-    """Differentiated, written on, kept: it is made in torch's inference mode, whose own tensors cannot."""
+    """Results may be differentiated, modified and kept, although tensors of inference mode may not."""
     module = scattered(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(126, CLASSES)), 3)
     model, learner = state(module), ChannelsLast(Learner(module, functional.cross_entropy))
-    value, back, after = learner.pull_loss(*model.values(), batch((2, 9, 8)))
-    slope, times, again = learner.pull_curved(*model.values(), batch((2, 9, 8)))
+    value, back, after = learner.loss_and_vjp(*model.values(), batch((2, 9, 8)))
+    slope, times, again = learner.grad_and_hvp(*model.values(), batch((2, 9, 8)))
     given = [value, back(torch.ones_like(value)), after, slope, times(slope), again]
     for leaf in (leaf for part in given for leaf in tree.leaves(part)):
         assert not leaf.is_inference()
@@ -478,9 +478,9 @@ def test_the_product_of_dense_models(act: type[nn.Module], frozen: str) -> None:
     directions = [direction(model, seed) for seed, model in enumerate(models)]
     learner = Dense(Learner(module, functional.cross_entropy))
     together = tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
-    found, times, _ = learner.pull_curved(stacked(models), {}, together)  # type: ignore[arg-type]
-    product = times(stacked(directions))
-    again = times(stacked(directions))
+    found, times, _ = learner.grad_and_hvp(stack_trees(models), {}, together)  # type: ignore[arg-type]
+    product = times(stack_trees(directions))
+    again = times(stack_trees(directions))
     for k, (model, data, v) in enumerate(zip(models, batches, directions, strict=True)):
         _, slope, expected, _ = plainly(module, Model(params=model, buffers={}), data, v)
         near({name: part[k] for name, part in found.items()}, slope)
@@ -493,7 +493,7 @@ def test_the_learners_own_gradient_is_that_of_pull() -> None:
     module = dense(nn.Tanh).double()
     model, data = state(module), batch((2, 3))
     learner = Learner(module, functional.cross_entropy)
-    slope, _, _ = learner.pull_curved(model["params"], {}, data)
+    slope, _, _ = learner.grad_and_hvp(model["params"], {}, data)
     near(slope, gradient(LocalLoss(learner), model, data, data).direction)
-    _, pullback, _ = pull(lambda params: learner.loss(params, {}, data), model["params"])
+    _, pullback, _ = value_and_vjp(lambda params: learner.loss(params, {}, data), model["params"])
     near(slope, pullback(torch.ones((), dtype=F64)))

@@ -1,4 +1,4 @@
-"""Several plain steps of stacked dense models at once, against one gradient after another."""
+"""The fused loop of gradient steps of stacked dense models, against one gradient at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from comfedl.core.learner import Learner, Model
 from comfedl.core.objectives import LocalLoss
 from comfedl.data.split import Split
 from comfedl.engines.kernels.dense import Dense
-from comfedl.engines.sampling import Gathered, Room
+from comfedl.engines.sampling import BatchBuffer, LazyBatches
 from comfedl.engines.stacked import Ragged
 from comfedl.models.losses import LOSSES
 
@@ -35,7 +35,7 @@ def dense(module: nn.Module) -> Dense:
 
 
 def start(module: nn.Module, frozen: str = "") -> Model:
-    """Every client's own parameters, but for those that are frozen."""
+    """Each client's parameters, except frozen ones."""
     torch.manual_seed(1)
     params = {
         name: torch.randn(CLIENTS, *leaf.shape, dtype=torch.float64)
@@ -57,7 +57,7 @@ def batches(samples: int, shape: tuple[int, ...] = (FEATURES,), steps: int = 3) 
 
 
 def one_by_one(learner: Dense, model: Model, drawn: list[tuple[Tensor, Tensor]], rate: float) -> tuple[Model, Tensor]:
-    """The loop itself: a slope that is 1, but not known to be."""
+    """The plain loop: the slope is 1, but the loop does not know it."""
     found = descend(LocalLoss(learner), model, drawn, drawn, rate, slope=lambda value: torch.ones_like(value))
     return found.model, found.watched["loss"]
 
@@ -72,7 +72,7 @@ def check(learner: Dense, model: Model, drawn: list[tuple[Tensor, Tensor]], rate
     for name, leaf in params.items():
         torch.testing.assert_close(leaf, wanted["params"][name], rtol=1e-12, atol=1e-13)
         assert not torch.equal(leaf, before[name])
-        assert torch.equal(model["params"][name], before[name])  # what was handed in is as it was
+        assert torch.equal(model["params"][name], before[name])  # the arguments are unchanged
     torch.testing.assert_close(losses, seen, rtol=1e-12, atol=1e-13)
 
 
@@ -104,7 +104,7 @@ def test_a_model_that_all_share_is_not_written_on() -> None:
 
 
 def test_no_short_cut() -> None:
-    """For layers whose gradient is not written out, no batches, and a rate beyond the numbers' type."""
+    """For layers without a closed-form gradient, no batches, and a rate that overflows the dtype."""
     known = MODELS["linear"]().double()
     assert dense(known).descend(start(known), [], 0.1) is None
     assert dense(known).descend(start(known), batches(5), 1e300) is None
@@ -115,11 +115,11 @@ def test_no_short_cut() -> None:
 
 
 def test_room_is_kept_and_grows() -> None:
-    room = Room()
-    first = room.of((2, 3), torch.zeros(1))
-    assert room.of((3, 1), torch.zeros(1)).data_ptr() == first.data_ptr()
-    assert room.of((4, 3), torch.zeros(1)).shape == (4, 3)
-    assert room.of((2,), torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
+    buffer = BatchBuffer()
+    first = buffer.of((2, 3), torch.zeros(1))
+    assert buffer.of((3, 1), torch.zeros(1)).data_ptr() == first.data_ptr()
+    assert buffer.of((4, 3), torch.zeros(1)).shape == (4, 3)
+    assert buffer.of((2,), torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
 
 
 def test_batches_of_all_kinds_come_in_turn_as_they_are_gathered() -> None:
@@ -127,8 +127,8 @@ def test_batches_of_all_kinds_come_in_turn_as_they_are_gathered() -> None:
     places = np.array([[[0, 5], [11, 7]], [[3, 3], [6, 10]]])
     for y in (torch.arange(12), torch.arange(24.0).view(12, 2)):
         for rows in (None, torch.arange(11, -1, -1)):
-            drawn, seen = Gathered(Split(x, y, "ab", np.array([0, 6, 12]), rows), places), []
-            for k, batch in enumerate(drawn.in_turn(Room())):
+            drawn, seen = LazyBatches(Split(x, y, "ab", np.array([0, 6, 12]), rows), places), []
+            for k, batch in enumerate(drawn.iterate(BatchBuffer())):
                 seen.append(batch[0].data_ptr())
                 for found, wanted in zip(batch, drawn[k], strict=True):
                     assert torch.equal(found, wanted) and found.shape == wanted.shape

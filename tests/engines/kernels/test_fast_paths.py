@@ -1,4 +1,4 @@
-"""Many clients at once give what one client after another gives: every model, every method, to rounding."""
+"""Many clients at once give the results of one client at a time, for every model and method, up to rounding."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def four_layers() -> nn.Module:
 
 
 class Own(nn.Module):
-    """A module that is no chain, with a parameter of its own."""
+    """A module that is not a chain of layers, with its own parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def data(seed: int = 0, sizes: dict[str, int] = SIZES, whole: bool = False) -> c
     return cf.FederatedData(train, validation)
 
 
-# Every method with what it does that others do not.
+# Every method, with its special options.
 METHODS: dict[str, list[Algorithm]] = {name: [method(batch_size=6)] for name, method in ALGORITHMS.items()}
 METHODS["fedavg"] += [cf.FedAvg(batch_size=None, local_steps=2, personal_steps=0)]
 METHODS["comfedl"] += [
@@ -126,7 +126,7 @@ def run(
 
 
 def close(one: cf.Result, other: cf.Result) -> None:
-    """All that a run gives, to 1e-9."""
+    """Everything in a result, to 1e-9."""
     personal = [[run.personal_model(name) for run in (one, other)] for name in SIZES if name in one.names]
     for a, b in [({"p": one.params, "b": one.buffers}, {"p": other.params, "b": other.buffers}), *personal]:
         for part in a:
@@ -144,15 +144,15 @@ def close(one: cf.Result, other: cf.Result) -> None:
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many clients ran at once, each time that several did."""
+    """The numbers of clients that ran at once, if more than one."""
     counts: list[int] = []
-    real = Embedded._together
+    real = Embedded._run_many
 
     def spy(self: Embedded, learner: Any, named: Any, drawn: Any, ks: Any, *more: Any) -> Any:
         counts.append(len(ks))
         return real(self, learner, named, drawn, ks, *more)
 
-    monkeypatch.setattr(Embedded, "_together", spy)
+    monkeypatch.setattr(Embedded, "_run_many", spy)
     return counts
 
 
@@ -224,7 +224,7 @@ def test_a_loss_of_torchs(together: list[int]) -> None:
     assert together
 
 
-# Who runs how.
+# Which path is chosen.
 
 
 def test_noise_is_not_for_vmap() -> None:
@@ -251,7 +251,10 @@ def test_a_method_of_ones_own_runs_serially_until_it_says_that_it_is_elementwise
     class Clipped(cf.FedAvg):
         """Not elementwise: the norm is taken over all parameters."""
 
-    class Plain(cf.FedAvg):
+        def train(self, *given: Any) -> Any:
+            return super().train(*given)
+
+    class Plain(Clipped):
         elementwise = True
 
     run(wide, Clipped(), "auto", data())
@@ -280,7 +283,7 @@ def test_the_error_is_the_same(module: Any, together: list[int]) -> None:
 
 
 def test_the_four_layer_cnn_with_batch_statistics_is_plain_pytorch() -> None:
-    """Convolutions run with the channels last; the numbers are those of a loop that anybody would write."""
+    """Convolutions in channels-last layout give the results of a naive loop."""
     generator = torch.Generator().manual_seed(4)
     data = {
         name: (torch.rand(n, 3, 16, 16, generator=generator, dtype=torch.float64), torch.arange(n) % 4)
@@ -305,3 +308,14 @@ def test_the_four_layer_cnn_with_batch_statistics_is_plain_pytorch() -> None:
     for name, part in expected.items():
         torch.testing.assert_close(result.params[name], part, rtol=0, atol=1e-9)
         assert result.params[name].is_contiguous()
+
+
+def test_a_dense_model_that_cannot_be_stacked_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    def run(loss: Any) -> None:
+        caplog.clear()
+        cf.fit(nn.Linear(4, CLASSES), data(), cf.FedAvg(), rounds=1, loss=loss)
+
+    run("cross_entropy")
+    assert not caplog.records
+    run(lambda output, y: nn.functional.cross_entropy(output, y))
+    assert "one after another" in caplog.text and "the loss is user-defined" in caplog.text

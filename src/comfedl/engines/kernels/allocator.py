@@ -1,8 +1,8 @@
-"""Memory that a round has used is kept for the next one, and that of the main thread in large pages.
+"""Keeps memory freed by one round for the next, and puts the main thread's heap into large pages.
 
-By default glibc gives freed memory back to the system at once, and a round of many clients asks for it again page by
-page: on 1,000 clients of a small model that is a seventh of the round. And where a system gives large pages to those
-who ask for them, a processor finds its way through many tensors sooner with these.
+By default glibc returns freed memory to the system at once, and a round of many clients faults it in again page by
+page: with 1,000 clients of a small model that is a seventh of the round. Large pages (transparent huge pages), on
+systems that give them on request, reduce TLB misses across many tensors.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-# mallopt's numbers for its parameters, and what it takes at most for the second.
+# Parameter numbers of mallopt, and the largest value of the second.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MOST_MMAP = 32 * 2**20
-LEAST = 128 * 2**10  # what glibc keeps without being asked
-# madvise's: large pages from now on, and for what is there already (Linux 6.1; elsewhere it is refused).
+LEAST = 128 * 2**10  # what glibc keeps by default
+# Advice numbers of madvise: large pages from now on, and for existing memory (since Linux 6.1; an error before).
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 LARGE_PAGE = 2 * 2**20
-# How much of the heap large pages are asked for ahead, how much memory they may take that nobody has asked for, and up
-# to which size a heap is made into large pages at once, which takes a second for some gigabytes.
+# How far ahead of the heap's end to request large pages, how much unused memory they may fill, and the largest heap to
+# convert at once (a few gigabytes take a second).
 AHEAD, SPARE, AT_ONCE = 256 * 2**20, 32 * 2**20, 2**30
-# Who has chosen for themselves: these are read by glibc when the process starts.
-CHOSEN = (
+# Environment variables by which users configure the allocator; glibc reads them when the process starts.
+USER_SETTINGS = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
     "MALLOC_TOP_PAD_",
@@ -35,44 +35,40 @@ CHOSEN = (
     "LD_PRELOAD",
 )
 
-# What has been asked for in this process, and for how much of it large pages.
+# The largest sizes requested so far in this process: in all, and in large pages.
 _most, _most_large = 0, 0
 
 
 def keep_freed_memory(size: int) -> bool:
-    """Have this process keep up to ``size`` bytes that it has freed; gives whether that could be asked for.
-
-    Of several sizes the largest counts.
-    """
+    """Let this process keep up to ``size`` freed bytes; returns whether it is possible. The largest size counts."""
     global _most, _most_large
-    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in CHOSEN):
+    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in USER_SETTINGS):
         return False
     libc, size = ctypes.CDLL(None), min(max(size, LEAST), 2**31 - 1)
     if size > _most:
-        # The first also ends glibc's own choice of the second, which must then be as large as that would become.
+        # Setting the first stops glibc from adapting the second, so set that to the largest value it would reach.
         if not (libc.mallopt(M_TRIM_THRESHOLD, size) and libc.mallopt(M_MMAP_THRESHOLD, MOST_MMAP)):
             return False
         _most = size
-    if size > _most_large and threading.current_thread() is threading.main_thread():  # whose memory is the heap
+    if size > _most_large and threading.current_thread() is threading.main_thread():  # only it uses the heap
         _most_large = size
-        with suppress(OSError):  # without /proc or /sys it is done without
-            if large_pages_wait():
+        with suppress(OSError):  # no /proc or /sys: no large pages
+            if large_pages_on_request():
                 _enlarge(libc, size)
     return True
 
 
-def large_pages_wait() -> bool:
-    """Whether this system has large pages of 2 MB for those who ask, and for nobody else."""
+def large_pages_on_request() -> bool:
+    """Whether this system gives large pages of 2 MB to those who request them only."""
     if not LARGE_PAGES.is_dir() or b"[madvise]" not in (LARGE_PAGES / "enabled").read_bytes():
         return False
     return int((LARGE_PAGES / "hpage_pmd_size").read_bytes()) == LARGE_PAGE
 
 
 def _enlarge(libc: ctypes.CDLL, size: int) -> None:
-    """Large pages for what the heap grows by next, and for the heap as it is if all of it is this process's own memory.
+    """Request large pages for the heap's future growth, and for the heap itself if all of it is private memory in use.
 
-    One with holes would be filled, by the system in the background as well, and of one that is shared with the process
-    that this one was forked from there would be a copy.
+    Otherwise large pages would fill its holes, or copy what is still shared with the process it was forked from.
     """
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
         ctypes.c_void_p,
@@ -84,8 +80,8 @@ def _enlarge(libc: ctypes.CDLL, size: int) -> None:
     whole = end - first - own <= SPARE
     if whole and end - first <= AT_ONCE:
         _advise(libc, first, end, MADV_COLLAPSE)
-    # Asked for and freed, these are addresses in the heap, and no memory before they are written on. They are less than
-    # may be kept, or they would be given back.
+    # Allocated and freed, these blocks extend the heap's address range but take no memory until written. Their total
+    # is below the trim threshold, or glibc would shrink the heap again.
     block = MOST_MMAP // 2
     for start in [libc.malloc(block) for _ in range(min(size * 3 // 4, AHEAD) // block)]:
         libc.free(start)
@@ -99,7 +95,7 @@ def _advise(libc: ctypes.CDLL, first: int, end: int, what: int) -> None:
 
 
 def _heap() -> tuple[int, int, int]:
-    """Where the heap begins and ends, and how much of it is in memory that is this process's own."""
+    """The heap's first and last address, and how many of its bytes are in private memory."""
     first, end, own, inside = 0, 0, 0, False
     for line in Path("/proc/self/smaps").read_bytes().splitlines():
         word, *rest = line.split()

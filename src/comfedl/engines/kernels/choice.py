@@ -1,11 +1,12 @@
 """Which learners run the clients' steps: many clients at once where that is faster, else one after another.
 
-The choice follows from the model, the loss, the method and the data alone, never from a clock: the same run takes the
-same path on every machine.
+The choice depends on the model, the loss, the method and the data, never on timing: a run takes the same path on every
+machine.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -24,9 +25,11 @@ from comfedl.models.metrics import WHOLE
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
 
+logger = logging.getLogger("comfedl")
+
 KNOWN = {*PER_SAMPLE, *MAPPED, *WHOLE}
 VECTORIZE = ("auto", "stack", "vmap", "serial")
-# Layers that draw no random numbers and keep no state of their own.
+# Layers without random numbers or hidden state.
 NOISELESS = {
     *dense.LAYERS,
     nn.Sequential,
@@ -36,9 +39,9 @@ NOISELESS = {
 
 
 class Accelerated(NamedTuple):
-    """The learner of one client, that of many clients at once where there is one, and why.
+    """The learner for one client, the learner for many at once if there is one, and the reason.
 
-    ``thread_safe``: they draw nothing from torch's global generator, so that clients may run in several threads.
+    ``thread_safe``: they do not use torch's global generator, so clients may run on several threads.
     """
 
     one: Learner
@@ -50,7 +53,7 @@ class Accelerated(NamedTuple):
 def accelerate(
     learner: Learner, data: FederatedData, steps: Mapping[str, Step], vectorize: str = "auto", keep_bytes: int = 0
 ) -> Accelerated:
-    """The fastest learners for these data and steps; a ``vectorize`` other than "auto" that cannot be had is an error.
+    """The fastest learners for these data and steps; a ``vectorize`` other than "auto" must be possible.
 
     With ``keep_bytes`` the process also keeps that much freed memory for the next round (``allocator.py``).
     """
@@ -63,46 +66,48 @@ def accelerate(
     safe = module is not None and known and all(type(layer) in NOISELESS for layer in module.modules())
     safe = safe and all(step.elementwise for step in steps.values())
     if vectorize == "serial":
-        return Accelerated(one, None, "serial, as asked for", safe)
+        return Accelerated(one, None, "serial, as requested", safe)
     against = _obstacle(learner, data, steps.values())
     if against is None and vectorize == "auto" and not known:
-        against = "the loss is a function of the user's, which may look at values"
+        against = "the loss is user-defined, and may depend on values"
     if against is None and module is not None:
         if vectorize == "vmap":
             against = _noise(module)
             if against is None:
-                return Accelerated(one, Vmapped(learner), "vmap, as asked for", safe)
+                return Accelerated(one, Vmapped(learner), "vmap, as requested", safe)
         else:
             against = _not_stacked(module, data)
             if against is None:
                 return Accelerated(one, dense.Dense(learner), "stacked dense layers", safe)
     if vectorize != "auto":
         raise ConfigError(f'vectorize is {vectorize!r}, but {against}; use "auto" or "serial".')
+    if module is not None and len(data) > 1 and _not_stacked(module, data) is None:
+        logger.warning("Clients run one after another, although this model could run many at once: %s.", against)
     return Accelerated(one, None, f"serial: {against}", safe)
 
 
 def _not_stacked(module: nn.Module, data: FederatedData) -> str | None:
     """Why a module's layers cannot be stacked."""
     if data.train.x.device.type != "cpu" and dense.drops(module):
-        return "Dropout's noise differs on an accelerator from that of one client after another"
+        return "on a GPU the noise of Dropout would differ from that of one client after another"
     return dense.obstacle(module)
 
 
 def _obstacle(learner: Learner, data: FederatedData, steps: Iterable[Step]) -> str | None:
-    """Why clients cannot run at once whatever the model."""
+    """Why clients cannot run at once, whatever the model."""
     if learner.module is None:
         return "a Composition runs one client after another"
     if not all(step.elementwise for step in steps):
-        return "the method does not say that its client steps are elementwise (see docs/adding-a-method.md)"
+        return "the method does not declare its client steps elementwise (see docs/adding-a-method.md)"
     if learner.loss_function is functional.cross_entropy and any(_negative(data, name) for name in ("train", "outer")):
-        return "there are labels below 0, which cross_entropy leaves out of its mean"
+        return "there are negative labels, which cross_entropy ignores in its mean"
     return None
 
 
 def _noise(module: nn.Module) -> str | None:
-    """Why a model's noise keeps vmap from it."""
+    """Why a model's noise rules out vmap."""
     if any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in module.modules()):
-        return "dropout draws each client's noise from a generator of its own"
+        return "dropout draws the noise of each client from a separate generator"
     return None
 
 

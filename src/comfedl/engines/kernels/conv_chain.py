@@ -1,7 +1,7 @@
-"""The gradient of a chain of layers under the cross-entropy, and its Hessian-vector product, written out.
+"""Closed-form gradients and Hessian-vector products of a chain of layers under cross-entropy.
 
-Autograd's double backward goes through a graph of a graph and computes much that is not asked for. Here the pass back
-keeps what it saw, and the product is one more pass there and one back.
+Autograd's double backward differentiates the graph of the gradient and computes much that is not needed. Instead, the
+gradient's passes keep their intermediate values, and a Hessian-vector product is one more forward and backward pass.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ aten = torch.ops.aten
 
 
 class Chain:
-    """A chain of known layers under the cross-entropy."""
+    """A chain of known layers under cross-entropy."""
 
     def __init__(self, makes: Sequence[Make]) -> None:
         self._makes = makes
 
     @classmethod
     def of(cls, module: nn.Module) -> Chain | None:
-        """The module as a chain of image layers, then of flat ones; None where it is not one."""
-        if not _as_it_stands(module):
+        """The module as a chain of image layers followed by flat ones; None if it is not one."""
+        if not _is_plain(module):
             return None
         makes = _makes([(name, layer) for name, layer in chain(module) if type(layer) is not nn.Identity])
         return None if makes is None else cls(makes)
 
     def takes(self, params: Params, batch: Batch) -> bool:
-        """Whether the derivative on a batch is written out: of images on the CPU, with labels."""
+        """Whether a batch is supported: images on the CPU, with labels."""
         x, y = batch
         images = x.ndim == 4 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
         return images and y.ndim == 1 and len(params) > 0
 
-    def pull(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
-        """The mean cross-entropy, its pullback (to be called once), and the buffers afterwards."""
+    def loss_and_vjp(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
+        """The mean cross-entropy, its VJP (call it once), and the updated buffers."""
         value, layers, loss, after = _forward(self._makes, params, buffers, batch)
-        return value.clone(), lambda d: _given(params, _pulled_back(layers, loss, d)), _given(after, after)
+        return value.clone(), lambda d: _copies(params, _vjp(layers, loss, d)), _copies(after, after)
 
-    def curve(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
-        """The gradient, the Hessian's product (to be called once) and the buffers afterwards."""
+    def grad_and_hvp(self, params: Params, buffers: Params, batch: Batch) -> tuple[Params, Pullback, Params]:
+        """The gradient, the Hessian-vector product (call it once), and the updated buffers."""
         _, layers, loss, after = _forward(self._makes, params, buffers, batch)
-        found = _given(params, _slope(layers, loss))
-        return found, lambda v: _given(params, _product(layers, loss, v)), _given(after, after)
+        found = _copies(params, _gradient(layers, loss))
+        return found, lambda v: _copies(params, _hvp(layers, loss, v)), _copies(after, after)
 
 
-def _given(names: Iterable[str], found: Params) -> Params:
-    """Copies that may be used for anything, images' weights with the channels last as they are computed with.
+def _copies(names: Iterable[str], found: Params) -> Params:
+    """Copies made outside of torch's inference mode, in the layout that they are computed in.
 
-    In torch's inference mode operations take less time to call, but what is made in it cannot be differentiated later.
+    Inference mode lowers the overhead per operation, but its tensors cannot be used by autograd later.
     """
     return {
         name: found[name].clone(memory_format=torch.channels_last if found[name].ndim == 4 else torch.preserve_format)
@@ -82,7 +82,7 @@ def _given(names: Iterable[str], found: Params) -> Params:
 def _forward(
     makes: Sequence[Make], params: Params, buffers: Params, batch: Batch
 ) -> tuple[Tensor, list[Layer], CrossEntropy, Params]:
-    """The loss, the layers from the lowest that is trained on, the loss's own, and the buffers afterwards."""
+    """The loss, the layers from the first trained one on, the loss layer, and the updated buffers."""
     after = {name: buffer.clone() for name, buffer in buffers.items()}
     within = Pass(params, after)
     x, labels = batch
@@ -99,17 +99,17 @@ def _forward(
 
 
 @torch.inference_mode()
-def _pulled_back(layers: list[Layer], loss: CrossEntropy, cotangent: Tensor) -> Params:
+def _vjp(layers: list[Layer], loss: CrossEntropy, cotangent: Tensor) -> Params:
     d: Tensor | None = loss.backward(cotangent)
     found: Params = {}
-    while layers:  # what a layer has kept is free as soon as it is done
+    while layers:  # popping frees a layer's intermediate values as soon as it is done
         assert d is not None
         d = layers.pop().backward(d, found)
     return found
 
 
 @torch.inference_mode()
-def _slope(layers: Sequence[Layer], loss: CrossEntropy) -> Params:
+def _gradient(layers: Sequence[Layer], loss: CrossEntropy) -> Params:
     d: Tensor | None = loss.backward(torch.ones_like(loss.total))
     found: Params = {}
     for layer in reversed(layers):
@@ -119,7 +119,7 @@ def _slope(layers: Sequence[Layer], loss: CrossEntropy) -> Params:
 
 
 @torch.inference_mode()
-def _product(layers: list[Layer], loss: CrossEntropy, v: Params) -> Params:
+def _hvp(layers: list[Layer], loss: CrossEntropy, v: Params) -> Params:
     dx: Tensor | None = None
     for layer in layers:
         dx = layer.forward_along(dx, v)
@@ -133,7 +133,7 @@ def _product(layers: list[Layer], loss: CrossEntropy, v: Params) -> Params:
 
 
 def _makes(layers: Sequence[tuple[str, nn.Module]]) -> list[Make] | None:
-    """What makes these layers; None where one of them is not known, or none makes images flat."""
+    """Constructors of these layers; None if one is unknown, or if there is no Flatten."""
     makes: list[Make] = []
     flat = False
     while layers:
@@ -148,7 +148,7 @@ def _makes(layers: Sequence[tuple[str, nn.Module]]) -> list[Make] | None:
 
 
 def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool) -> tuple[Make, int] | None:
-    """What makes the first of these layers, and how many of them that is; None where it is not known."""
+    """The constructor of the first layer, and how many of these layers it covers; None if it is unknown."""
     (name, layer), kind = layers[0], type(layers[0][1])
     if kind in ACTIVATIONS:
         return lambda within: Activation(kind), 1
@@ -173,7 +173,7 @@ def _made(layers: Sequence[tuple[str, nn.Module]], flat: bool) -> tuple[Make, in
 
 
 def _padding(layer: nn.Conv2d) -> list[int] | None:
-    """How many zeros a convolution pads on both sides; None where it pads otherwise."""
+    """A convolution's zero padding per side; None if it is asymmetric or not zeros."""
     if layer.padding_mode != "zeros":
         return None
     if not isinstance(layer.padding, str):
@@ -185,7 +185,7 @@ def _padding(layer: nn.Conv2d) -> list[int] | None:
 
 
 def _pool(layers: Sequence[tuple[str, nn.Module]]) -> Pool | None:
-    """The first of these layers as max-pooling with its places; None for another layer."""
+    """The first of these layers as a max-pooling with indices; None if it is another layer."""
     layer = layers[0][1] if layers else None
     if type(layer) is not nn.MaxPool2d or layer.return_indices:
         return None
@@ -194,7 +194,7 @@ def _pool(layers: Sequence[tuple[str, nn.Module]]) -> Pool | None:
 
 
 def _fixed(layer: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] | None:
-    """A linear map without parameters, and its transpose as a function (d, x)."""
+    """A layer that is a linear map without parameters, and its transpose as a function (d, x)."""
     if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
         return lambda x: x.flatten(1), lambda d, x: d.view(x.shape)
     if type(layer) is nn.AvgPool2d:
@@ -217,8 +217,8 @@ def _pair(n: int | tuple[int, int]) -> list[int]:
     return [n, n] if isinstance(n, int) else [*n]
 
 
-def _as_it_stands(module: nn.Module) -> bool:
-    """Whether a module does what its layers' classes say, each with parameters and buffers of its own."""
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module has no hooks, no overridden forward, and no shared parameters or buffers."""
     for layer in module.modules():
         hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
         if any(hooks) or "forward" in vars(layer):

@@ -1,6 +1,6 @@
-"""The gradient of a dense model's cross-entropy and its Hessian's product, written out: half autograd's operations.
+"""Closed-form gradients and Hessian-vector products of dense models under cross-entropy: half autograd's operations.
 
-Samples are last, [clients, features, samples], so that every product is of rows and the softmax runs along them.
+Samples are last, [clients, features, samples], so that matrix products and the softmax read contiguous rows.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from comfedl.core.learner import Params, Pullback
-from comfedl.engines.stacked import mean_inside
+from comfedl.engines.stacked import masked_mean
 
-# The cotangent of an activation's input, from its output's and its output.
+# Activations backward: from the cotangent of the output and the output to the cotangent of the input.
 SLOPES: dict[type[nn.Module], Callable[[Tensor, Tensor], Tensor]] = {
     nn.ReLU: lambda d, out: torch.ops.aten.threshold_backward(d, out, 0),
     nn.Tanh: torch.ops.aten.tanh_backward,
     nn.Sigmoid: torch.ops.aten.sigmoid_backward,
     nn.Identity: lambda d, out: d,
 }
-# The slope of an activation's slope as a function of its output; None where that is 0.
-BENDS: dict[type[nn.Module], Callable[[Tensor], Tensor] | None] = {
+# The derivative of an activation's slope with respect to its output; None if it is 0.
+SLOPE_DERIVATIVES: dict[type[nn.Module], Callable[[Tensor], Tensor] | None] = {
     nn.ReLU: None,
     nn.Tanh: lambda out: -2 * out,
     nn.Sigmoid: lambda out: 1 - 2 * out,
@@ -32,9 +32,9 @@ BENDS: dict[type[nn.Module], Callable[[Tensor], Tensor] | None] = {
 
 
 class Named(NamedTuple):
-    """A layer, and the names of its weight and bias; the bias's is empty where it has none.
+    """A layer, and the names of its weight and bias (empty without a bias).
 
-    Nothing comes back to what is before the ``lowest`` linear one.
+    ``lowest`` marks the first linear layer, at which the backward pass ends.
     """
 
     layer: nn.Module
@@ -45,7 +45,7 @@ class Named(NamedTuple):
 
 
 def named(layers: Iterable[tuple[str, nn.Module]]) -> list[Named]:
-    """A chain of layers, each by the prefix of its parameters' names."""
+    """A chain of layers, from pairs of the prefix of their parameters' names and the layer."""
     found: list[Named] = []
     for name, layer in layers:
         dot, linear = f"{name}." if name else "", isinstance(layer, nn.Linear)
@@ -54,66 +54,66 @@ def named(layers: Iterable[tuple[str, nn.Module]]) -> list[Named]:
     return found
 
 
-def pull_cross_entropy(
-    layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None
+def cross_entropy_and_vjp(
+    layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Pullback]:
-    """Each client's mean cross-entropy on x [clients, samples, features], and its pullback to the parameters.
+    """Each client's mean cross-entropy on x [clients, samples, features], and its VJP to the parameters.
 
-    The layers are linear ones and those of ``SLOPES``; parameters that are not among ``params`` are the module's own.
-    ``inside`` says which samples count, None that all do.
+    Layers are linear or in ``SLOPES``; parameters not in ``params`` come from the module. ``mask`` is the samples that
+    count; None is all.
     """
-    seen = _forward(layers, params, x, y, inside)
-    return _value(seen), partial(_pulled_back, layers, params, seen)
+    state = _forward(layers, params, x, y, mask)
+    return _value(state), partial(_vjp, layers, params, state)
 
 
-def curve_cross_entropy(
-    layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None
+def cross_entropy_grad_and_hvp(
+    layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, mask: Tensor | None
 ) -> tuple[Params, Pullback]:
     """The gradient of each client's mean cross-entropy, and its Hessian-vector product."""
-    seen = _forward(layers, params, x, y, inside)
-    back = _backward(layers, params, seen, _share(seen))
-    return _found(params, back), partial(_product, params, seen, back)
+    state = _forward(layers, params, x, y, mask)
+    back = _backward(layers, params, state, _sample_weights(state))
+    return _param_gradients(params, back), partial(_hvp, params, state, back)
 
 
-def _pulled_back(layers: Sequence[Named], params: Params, seen: Seen, cotangent: Tensor) -> Params:
-    """The gradient of the mean losses, each times its cotangent."""
-    share = _share(seen) * cotangent.view(-1, 1, 1)
-    return _found(params, _backward(layers, params, seen, share))
+def _vjp(layers: Sequence[Named], params: Params, state: ForwardState, cotangent: Tensor) -> Params:
+    """The gradients of the mean losses, each times its cotangent."""
+    sample_weights = _sample_weights(state) * cotangent.view(-1, 1, 1)
+    return _param_gradients(params, _backward(layers, params, state, sample_weights))
 
 
 @torch.no_grad()
 def descend_cross_entropy(
     layers: Sequence[Named], params: Params, batches: Iterable[tuple[Tensor, Tensor, Tensor | None]], rate: float
 ) -> tuple[Params, Tensor] | None:
-    """Where gradient steps end, one a batch (x, y, inside), and the losses [steps, clients] before each of them.
+    """Gradient steps, one per batch (x, y, mask): the final parameters, and the losses [steps, clients] before each.
 
-    A gradient's products are added to the parameters as they are made, so that it is never in memory. None where x is
-    not [clients, samples, features].
+    Each layer's gradient is added to the parameters by the product that computes it, and never stored. None if x is not
+    [clients, samples, features].
     """
     after = dict(params)
     losses: list[Tensor] = []
-    for x, y, inside in batches:
+    for x, y, mask in batches:
         if x.ndim != 3:
             return None
-        own = len(losses) > 0  # from the second step on the parameters are nobody else's, and are moved where they are
-        seen = _forward(layers, after, x, y, inside)
-        # Where all samples count alike, the rate is scaled in their place, and losses become means at the end.
-        losses.append(seen.likely() if inside is None else _value(seen))
-        share, scaled = (None, rate / y.shape[1]) if inside is None else (_share(seen), rate)
-        for (_, weight, bias, linear, _), d, at in _backward(layers, after, seen, share):
+        own = len(losses) > 0  # from the second step on, the parameters are ours, and are updated in place
+        state = _forward(layers, after, x, y, mask)
+        # If all samples count, scale the rate instead of each sample, and average the losses at the end.
+        losses.append(state.label_log_probs() if mask is None else _value(state))
+        sample_weights, scaled = (None, rate / y.shape[1]) if mask is None else (_sample_weights(state), rate)
+        for (_, weight, bias, linear, _), d, at in _backward(layers, after, state, sample_weights):
             if not linear:
                 continue
             if (moved := after.get(weight)) is not None:
                 after[weight] = torch.baddbmm(moved, d, at.mT, alpha=-scaled, out=moved if own else None)
             if (moved := after.get(bias)) is not None:
                 after[bias] = torch.sub(moved, d.sum(2), alpha=scaled, out=moved if own else None)
-        del x, seen, at  # the next batch takes their place in memory
+        del x, state, at  # so that the next batch can reuse their memory
     found = torch.stack(losses)
     return after, found if found.ndim == 2 else found.mean(dim=(2, 3)).neg_()
 
 
-def _found(params: Params, back: Sequence[Back]) -> Params:
-    """What comes back to the parameters."""
+def _param_gradients(params: Params, back: Sequence[LayerGradient]) -> Params:
+    """The gradients of the parameters, from those of the layers' outputs."""
     found: Params = {}
     for (_, weight, bias, linear, _), d, at in back:
         if linear and weight in params:
@@ -123,10 +123,10 @@ def _found(params: Params, back: Sequence[Back]) -> Params:
     return {name: found[name] for name in params}
 
 
-def _product(params: Params, seen: Seen, back: Sequence[Back], v: Params) -> Params:
-    """How the gradient changes along v: first what each layer sees, then what comes back to it."""
+def _hvp(params: Params, state: ForwardState, back: Sequence[LayerGradient], v: Params) -> Params:
+    """The gradient's derivative along v, forward and then backward through the layers (Pearlmutter's R-operator)."""
     change: Tensor | None = None
-    changes: list[Tensor | None] = []  # of each layer's input or, where it is not linear, of its output
+    changes: list[Tensor | None] = []  # of each linear layer's input, and of each activation's output
     for (layer, weight, bias, *_), _, at in reversed(back):
         if isinstance(layer, nn.Linear):
             changes.append(change)
@@ -139,15 +139,15 @@ def _product(params: Params, seen: Seen, back: Sequence[Back], v: Params) -> Par
             change = SLOPES[type(layer)](change, at)
             changes.append(change)
     assert change is not None
-    chances = seen.chances.exp()
-    d = chances * change
-    d.sub_(chances * d.sum(dim=1, keepdim=True)).mul_(_share(seen))
+    probs = state.log_probs.exp()
+    d = probs * change
+    d.sub_(probs * d.sum(dim=1, keepdim=True)).mul_(_sample_weights(state))
     found: Params = {}
     for ((layer, weight, bias, *_), before, at), change in zip(back, reversed(changes), strict=True):
         if not isinstance(layer, nn.Linear):
-            slope, bend = SLOPES[type(layer)], BENDS[type(layer)]
+            slope, dslope = SLOPES[type(layer)], SLOPE_DERIVATIVES[type(layer)]
             assert change is not None
-            d = slope(d, at) if bend is None else slope(d, at) + bend(at) * change * before
+            d = slope(d, at) if dslope is None else slope(d, at) + dslope(at) * change * before
             continue
         found[weight], found[bias] = torch.bmm(d, at.transpose(1, 2)), d.sum(dim=2)
         if change is not None:
@@ -157,29 +157,28 @@ def _product(params: Params, seen: Seen, back: Sequence[Back], v: Params) -> Par
     return {name: found[name] for name in params}
 
 
-class Seen(NamedTuple):
-    """What a forward pass saw: the logarithms of the chances, the labels, which samples count, each layer's input or,
-    where it is not linear, its output."""
+class ForwardState(NamedTuple):
+    """A forward pass; ``at`` has each linear layer's input, and each activation's output."""
 
-    chances: Tensor
+    log_probs: Tensor
     labels: Tensor
-    inside: Tensor | None
+    mask: Tensor | None
     at: list[Tensor]
 
-    def likely(self) -> Tensor:
-        """The logarithm of each label's chance, [clients, 1, samples]."""
-        return self.chances.gather(1, self.labels)
+    def label_log_probs(self) -> Tensor:
+        """The log-probability of each label, [clients, 1, samples]."""
+        return self.log_probs.gather(1, self.labels)
 
 
-class Back(NamedTuple):
-    """A layer, the cotangent of its output, and what ``Seen.at`` has for it."""
+class LayerGradient(NamedTuple):
+    """A layer, the cotangent of its output, and its entry in ``ForwardState.at``."""
 
     named: Named
     cotangent: Tensor
     at: Tensor
 
 
-def _forward(layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, inside: Tensor | None) -> Seen:
+def _forward(layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, mask: Tensor | None) -> ForwardState:
     at, kept = x.transpose(1, 2), []
     for layer, weight, bias, linear, _ in layers:
         if linear:
@@ -189,28 +188,30 @@ def _forward(layers: Sequence[Named], params: Params, x: Tensor, y: Tensor, insi
         else:
             at = layer(at)
             kept.append(at)
-    return Seen(torch.log_softmax(at, dim=1), y.unsqueeze(1), inside, kept)
+    return ForwardState(torch.log_softmax(at, dim=1), y.unsqueeze(1), mask, kept)
 
 
-def _value(seen: Seen) -> Tensor:
+def _value(state: ForwardState) -> Tensor:
     """Each client's mean cross-entropy."""
-    if seen.inside is None:
-        return seen.likely().sum(dim=(1, 2)).mul_(-1 / seen.labels.shape[2])
-    return mean_inside(seen.likely().squeeze(1).neg_(), seen.inside)
+    if state.mask is None:
+        return state.label_log_probs().sum(dim=(1, 2)).mul_(-1 / state.labels.shape[2])
+    return masked_mean(state.label_log_probs().squeeze(1).neg_(), state.mask)
 
 
-def _backward(layers: Sequence[Named], params: Params, seen: Seen, share: Tensor | float | None) -> list[Back]:
-    """What comes back to each layer, from the last one to the first that is linear.
+def _backward(
+    layers: Sequence[Named], params: Params, state: ForwardState, sample_weights: Tensor | float | None
+) -> list[LayerGradient]:
+    """The cotangents of the layers' outputs, from the last layer to the first linear one.
 
-    ``share`` is what each sample counts; None is 1.
+    ``sample_weights`` of None is 1 for every sample.
     """
-    d = seen.chances.exp()
-    d.scatter_add_(1, seen.labels, _minus_one(seen.labels.shape, d.dtype, d.device))
-    if share is not None:
-        d.mul_(share)
-    back: list[Back] = []
-    for named, at in zip(reversed(layers), reversed(seen.at), strict=True):
-        back.append(Back(named, d, at))
+    d = state.log_probs.exp()
+    d.scatter_add_(1, state.labels, _minus_one(state.labels.shape, d.dtype, d.device))
+    if sample_weights is not None:
+        d.mul_(sample_weights)
+    back: list[LayerGradient] = []
+    for named, at in zip(reversed(layers), reversed(state.at), strict=True):
+        back.append(LayerGradient(named, d, at))
         if named.lowest:
             break
         if named.linear:
@@ -220,11 +221,12 @@ def _backward(layers: Sequence[Named], params: Params, seen: Seen, share: Tensor
     return back
 
 
-def _share(seen: Seen) -> Tensor | float:
-    """What each sample counts in its client's mean."""
-    if seen.inside is None:
-        return 1 / seen.labels.shape[2]
-    return torch.where(seen.inside, (1 / seen.inside.sum(dim=1, dtype=seen.chances.dtype)).unsqueeze(1), 0).unsqueeze(1)
+def _sample_weights(state: ForwardState) -> Tensor | float:
+    """The weight of each sample in its client's mean."""
+    if state.mask is None:
+        return 1 / state.labels.shape[2]
+    weights = 1 / state.mask.sum(dim=1, dtype=state.log_probs.dtype)
+    return torch.where(state.mask, weights.unsqueeze(1), 0).unsqueeze(1)
 
 
 @lru_cache(64)
@@ -233,17 +235,17 @@ def _minus_one(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> T
 
 
 def _bias(layer: nn.Module, name: str, params: Params) -> Tensor:
-    """A linear layer's bias, with a place for the samples; one that is frozen is the module's own."""
+    """A linear layer's bias, with a dimension for the samples; a frozen one comes from the module."""
     own = params.get(name)
     return (layer.get_parameter("bias").detach() if own is None else own).unsqueeze(-1)
 
 
 def _weight(layer: nn.Module, name: str, params: Params, clients: int) -> Tensor:
-    """A linear layer's weight for all clients; one that is frozen is the module's own."""
+    """A linear layer's weight for all clients; a frozen one comes from the module."""
     own = params.get(name)
     return layer.get_parameter("weight").detach().expand(clients, -1, -1) if own is None else own
 
 
 def _along(layer: nn.Linear, name: str, v: Params, clients: int) -> Tensor:
-    """A linear layer's direction for all clients; one that is frozen does not move."""
+    """The direction of a linear layer's weight for all clients; zero if it is frozen."""
     return v[name] if name in v else layer.weight.new_zeros(()).expand(clients, *layer.weight.shape)

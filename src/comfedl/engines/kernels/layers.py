@@ -1,10 +1,10 @@
-"""Layers with their derivatives written out: there and back for a gradient, and once more for its change along v.
+"""Layers with closed-form first and second derivatives.
 
-A layer object lives for one pass over one batch. ``forward`` and ``backward`` give the gradient and keep what they saw;
-``forward_along`` and ``backward_along`` then give the change of both as the parameters move along a direction, which is
-the product of the Hessian with it (Pearlmutter's R-operator).
+A layer object lives for one pass over one batch. ``forward`` and ``backward`` compute the gradient and keep their
+intermediate values; ``forward_along`` and ``backward_along`` compute the derivatives of both along a direction v of the
+parameters, which gives the Hessian-vector product (Pearlmutter's R-operator, Neural Computation 1994).
 
-No layer writes on what it is handed. Images have the channels last in memory (``layouts.py``).
+No layer modifies its inputs. Images are in channels-last layout (``layouts.py``).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from comfedl.core.learner import Params
-from comfedl.engines.kernels.dense_grads import BENDS, SLOPES
+from comfedl.engines.kernels.dense_grads import SLOPE_DERIVATIVES, SLOPES
 from comfedl.engines.kernels.layouts import Pool, channels_last, gather, scatter_add, to_images, to_rows
 
 aten = torch.ops.aten
 
 
 class Pass(NamedTuple):
-    """What a pass over one batch works with: the parameters, and the buffers, which it moves."""
+    """The inputs of a pass over one batch: the parameters, and the buffers, which it updates."""
 
     params: Params
     buffers: Params
@@ -34,13 +34,13 @@ class Pass(NamedTuple):
 class Layer(ABC):
     """One layer in one pass.
 
-    ``lowest`` is the first layer that is trained: nothing moves before it, and nothing is handed back by it.
+    ``lowest`` marks the first trained layer: its input does not change along v, and needs no cotangent.
     """
 
     lowest = False
 
     def trains(self) -> bool:
-        """Whether a parameter of it is trained."""
+        """Whether any of its parameters is trained."""
         return False
 
     @abstractmethod
@@ -49,19 +49,19 @@ class Layer(ABC):
 
     @abstractmethod
     def backward(self, d: Tensor, found: Params) -> Tensor | None:
-        """The cotangent of the input from that of the output; those of the parameters go to ``found``."""
+        """The cotangent of the input, from that of the output; the parameters' gradients go to ``found``."""
 
     @abstractmethod
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
-        """The change of the output, from that of the input (None: it is 0) and the direction of the parameters."""
+        """The derivative of the output along v, from that of the input (None is 0)."""
 
     @abstractmethod
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
-        """The change of what ``backward`` gave, from the change of what it got."""
+        """The derivative along v of the results of ``backward``, from that of its input ``d``."""
 
 
 class Parts:
-    """A layer's weight and bias: the pass's parameters, and the module's own where they are frozen."""
+    """A layer's weight and bias; frozen ones come from the module."""
 
     def __init__(self, name: str, layer: nn.Module, within: Pass) -> None:
         self.layer: Any = layer
@@ -71,12 +71,12 @@ class Parts:
         self.trained = [n in within.params for n in self.names]
 
     def along(self, v: Params) -> tuple[Tensor, Tensor | None]:
-        """The direction of the weight, zero where it is frozen, and that of the bias."""
+        """The directions of the weight (zero if it is frozen) and the bias."""
         weight, bias = self.names
         return v[weight] if weight in v else torch.zeros_like(self.weight), v.get(bias)
 
     def give(self, found: Params, *parts: Tensor) -> None:
-        """Hand over what was found for the weight and the bias, where they are trained."""
+        """Store the results for the weight and the bias, if they are trained."""
         found.update({n: part for n, part, trained in zip(self.names, parts, self.trained, strict=True) if trained})
 
 
@@ -88,7 +88,7 @@ class Weighted(Parts, Layer):
 
 
 class Convolution(Weighted):
-    """``nn.Conv2d``. Its bias is of no effect where it is ``centred``: the next layer takes the mean away."""
+    """``nn.Conv2d``. With ``centred`` its bias has no effect, since the next layer subtracts the mean."""
 
     def __init__(self, name: str, layer: nn.Module, within: Pass, padding: list[int], centred: bool) -> None:
         super().__init__(name, layer, within)
@@ -101,7 +101,7 @@ class Convolution(Weighted):
 
     def backward(self, d: Tensor, found: Params) -> Tensor | None:
         self.d = channels_last(d)
-        return self._pulled(self.d, found)
+        return self._pull_back(self.d, found)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         self.dx, (self.v, bias) = None if dx is None else channels_last(dx), self.along(v)
@@ -109,10 +109,10 @@ class Convolution(Weighted):
         return out if self.dx is None else out.add_(self._apply(self.dx, self.weight, None))
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
-        out = self._pulled(channels_last(dd), found)
+        out = self._pull_back(channels_last(dd), found)
         if self.dx is None:
             return out
-        # The weight's part is linear in x, the input's in the weight: one call gives how both move with these.
+        # The weight's gradient is linear in x, the input's in the weight: one call gives both derivatives.
         mask = [not self.lowest, self.trained[0], False]
         back, weight, _ = aten.convolution_backward(self.d, self.dx, self.v, None, *self.shape, mask)
         if self.trained[0]:
@@ -122,7 +122,7 @@ class Convolution(Weighted):
     def _apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return channels_last(aten.convolution(x, weight, bias, *self.shape))
 
-    def _pulled(self, d: Tensor, found: Params) -> Tensor | None:
+    def _pull_back(self, d: Tensor, found: Params) -> Tensor | None:
         channels = len(self.weight)
         sums = self.trained[1] and not self.centred
         mask = [not self.lowest, self.trained[0], sums]
@@ -132,7 +132,7 @@ class Convolution(Weighted):
 
 
 class Linear(Weighted):
-    """``nn.Linear`` of [samples, features]."""
+    """``nn.Linear`` on [samples, features]."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
@@ -155,11 +155,11 @@ class Linear(Weighted):
 
 
 class Norm(Weighted):
-    """Batch normalisation with the batch's own statistics, and the max-pooling behind it if there is one.
+    """Batch normalisation with the batch's statistics, fused with a max-pooling right after it.
 
     Let <.> be the mean over all but the channels, s the inverse deviation of x, and z = s (x - <x>). The output is
-    weight z + bias, at each window's largest if it is pooled. Channel by channel all is linear in x and in what comes
-    back to the pooled places, so that what only these need is never computed at the others. All is in rows.
+    weight z + bias, at each window's maximum if pooled. Per channel, everything is linear in x and in the cotangents at
+    the pooled positions, so work that only these need is done only there. All tensors are rows.
     """
 
     def __init__(self, name: str, layer: nn.Module, within: Pass, pool: Pool | None) -> None:
@@ -177,10 +177,10 @@ class Norm(Weighted):
         if self.weight is None:
             self.weight = torch.ones_like(self.s)
         self.k = self.weight * self.s
-        shift = less(self.bias, self.k, self.mean)
+        shift = subtract_product(self.bias, self.k, self.mean)
         if self.pool is None:
             self.at = x
-        elif self.weight.min() > 0:  # the largest of x is the largest of the output
+        elif self.weight.min() > 0:  # a maximum of x is a maximum of the output
             self.at, self.places, self.out_shape = self.pool(x, self.shape)
         else:
             _, self.places, self.out_shape = self.pool(torch.addcmul(shift, x, self.k), self.shape)
@@ -192,17 +192,17 @@ class Norm(Weighted):
         weight, bias = _sums(self.d, self.at, self.mean, self.s)
         self.give(found, weight, bias)
         self.q, self.r = weight / self.count, bias / self.count
-        # x gets k (d - <d> - z <d z>).
+        # The cotangent of x is k (d - <d> - z <d z>).
         return None if self.lowest else self._spread(self.d * self.k, self.k * self.r, self.k * self.q)
 
     def forward_along(self, dx: Tensor | None, v: Params) -> Tensor:
         self.dx = torch.zeros_like(self.x) if dx is None else to_rows(dx)
         self.dat = self.dx if self.pool is None else gather(self.dx, self.places)
         by_z, by_1 = _sums(self.dx, self.x, self.mean, self.s)
-        self.a, self.b = by_1 / self.count, by_z / self.count  # z moves by s (dx - a - b z)
+        self.a, self.b = by_1 / self.count, by_z / self.count  # the derivative of z is s (dx - a - b z)
         weight, bias = self.along(v)
-        self.dk = self.s * less(weight, self.k, self.b)
-        shift = less(less(bias, self.k, self.a), self.dk, self.mean)
+        self.dk = self.s * subtract_product(weight, self.k, self.b)
+        shift = subtract_product(subtract_product(bias, self.k, self.a), self.dk, self.mean)
         return to_images(torch.addcmul(shift, self.dat, self.k).addcmul_(self.at, self.dk), self.out_shape)
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor | None:
@@ -222,7 +222,7 @@ class Norm(Weighted):
         return self._spread((dd * k).addcmul_(self.d, dk), by_1, by_z, h)
 
     def _spread(self, values: Tensor, by_1: Tensor, by_z: Tensor, by_dx: Tensor | None = None) -> Tensor:
-        """The values where they were pooled, less ``by_1 + by_z z + by_dx dx`` everywhere."""
+        """The values scattered to the pooled positions, minus ``by_1 + by_z z + by_dx dx`` everywhere."""
         by_x = by_z * self.s
         out = torch.addcmul(by_x * self.mean - by_1, self.x, by_x, value=-1)
         if by_dx is not None:
@@ -231,7 +231,7 @@ class Norm(Weighted):
         return to_images(out, self.shape)
 
     def _momentum(self) -> float:
-        """How far the running statistics move to this batch's, having counted it."""
+        """Count this batch, and return its weight in the running statistics."""
         if self.batches is not None:
             self.batches.add_(1)
         if self.layer.momentum is not None:
@@ -264,10 +264,10 @@ class MaxPool(Layer):
 
 
 class Activation(Layer):
-    """A function of each number alone, one of ``ACTIVATIONS``."""
+    """An elementwise function, one of ``ACTIVATIONS``."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
-        self.function, self.slope, self.bend = ACTIVATIONS[kind], SLOPES[kind], BENDS[kind]
+        self.function, self.slope, self.dslope = ACTIVATIONS[kind], SLOPES[kind], SLOPE_DERIVATIVES[kind]
 
     def forward(self, x: Tensor) -> Tensor:
         self.out = self.function(x)
@@ -284,11 +284,11 @@ class Activation(Layer):
 
     def backward_along(self, dd: Tensor, found: Params) -> Tensor:
         out = self.slope(dd, self.out)
-        return out if self.bend is None else out.add_(self.bend(self.out).mul_(self.dout).mul_(self.d))
+        return out if self.dslope is None else out.add_(self.dslope(self.out).mul_(self.dout).mul_(self.d))
 
 
 class Fixed(Layer):
-    """A linear map without parameters, by the map and its transpose: its change is the map of the change."""
+    """A linear map without parameters, given with its transpose; it is its own derivative."""
 
     def __init__(self, apply: Callable[[Tensor], Tensor], transpose: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.apply, self.transpose = apply, transpose
@@ -309,25 +309,25 @@ class Fixed(Layer):
 
 
 class CrossEntropy:
-    """The mean cross-entropy of labels, behind the last layer."""
+    """The mean cross-entropy with labels, after the last layer."""
 
     def __init__(self, labels: Tensor) -> None:
         self.labels = labels
 
     def forward(self, x: Tensor) -> Tensor:
-        self.chances = torch.log_softmax(x, dim=1)
-        value, self.total = aten.nll_loss_forward(self.chances, self.labels, None, MEAN, LEFT_OUT)
+        self.log_probs = torch.log_softmax(x, dim=1)
+        value, self.total = aten.nll_loss_forward(self.log_probs, self.labels, None, MEAN, IGNORE_INDEX)
         out: Tensor = value
         return out
 
     def backward(self, cotangent: Tensor) -> Tensor:
-        self.g = aten.nll_loss_backward(cotangent, self.chances, self.labels, None, MEAN, LEFT_OUT, self.total)
-        d: Tensor = aten._log_softmax_backward_data(self.g, self.chances, 1, self.chances.dtype)
+        self.g = aten.nll_loss_backward(cotangent, self.log_probs, self.labels, None, MEAN, IGNORE_INDEX, self.total)
+        d: Tensor = aten._log_softmax_backward_data(self.g, self.log_probs, 1, self.log_probs.dtype)
         return d
 
     def along(self, dx: Tensor) -> Tensor:
-        """The change of what ``backward`` gave, from the change of the output."""
-        p = self.chances.exp()
+        """The derivative of the result of ``backward``, from that of the logits."""
+        p = self.log_probs.exp()
         moved = p * dx
         moved.addcmul_(p, moved.sum(dim=1, keepdim=True), value=-1)
         return moved.mul_(-self.g.sum(dim=1, keepdim=True))
@@ -339,8 +339,8 @@ ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
     nn.Sigmoid: torch.sigmoid,
 }
 
-# Arguments of torch's nll_loss: the mean over samples, but for those with this label.
-MEAN, LEFT_OUT = 1, -100
+# Arguments of torch's nll_loss: the mean over samples, except those with this label.
+MEAN, IGNORE_INDEX = 1, -100
 
 
 def named(name: str, part: str) -> str:
@@ -348,8 +348,8 @@ def named(name: str, part: str) -> str:
     return f"{name}.{part}" if name else part
 
 
-def less(x: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """x less a times b; None is 0."""
+def subtract_product(x: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``x - a * b``; x of None is 0."""
     return -a * b if x is None else torch.addcmul(x, a, b, value=-1)
 
 

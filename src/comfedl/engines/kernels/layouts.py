@@ -1,7 +1,7 @@
-"""Images in memory with the channels last, and pooling them there.
+"""Images in channels-last memory layout, and max-pooling in it.
 
-To what works channel by channel (batch norm, pooling), the channels at one place of one image are a row, and a batch of
-images is a matrix of rows [samples * height * width, channels]. Features [samples, features] are rows as they are.
+Operations per channel (batch norm, pooling) see a batch of images as a matrix of rows, one per pixel:
+[samples * height * width, channels]. Flat features [samples, features] are rows already.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from torch import Tensor
 aten = torch.ops.aten
 
 Pool = Callable[[Tensor, torch.Size], tuple[Tensor, Tensor, torch.Size]]
-"""Max-pooling of the rows of images of this shape: the pooled rows, their flat places in the input, the new shape."""
+"""Max-pools rows of images of this shape: the pooled rows, their flat indices in the input, the new shape."""
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Images with the channels last in memory, the layout of torch's fast kernels; other tensors as they are."""
+    """Images in channels-last layout, that of torch's fast kernels; other tensors unchanged."""
     if x.ndim != 4:
         return x
     x = x.contiguous(memory_format=torch.channels_last)
     _, channels, height, width = x.shape
-    if channels == 1:  # fits both layouts; by its strides torch would choose the other one, with slower kernels
+    if channels == 1:  # fits both layouts; without these strides torch would pick the other, with slower kernels
         x = x.as_strided(x.shape, (height * width, 1, width, 1))
     return x
 
 
 def to_rows(x: Tensor) -> Tensor:
-    """The rows of images or features, without a copy where the channels are last already."""
+    """The rows of images or features; no copy if the layout is channels-last already."""
     return x.contiguous() if x.ndim != 4 else channels_last(x).permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
 def to_images(rows: Tensor, shape: torch.Size) -> Tensor:
-    """The images (or features) of this shape whose rows these are, without a copy."""
+    """The images (or features) of this shape with these rows, without a copy."""
     if len(shape) != 4:
         return rows
     samples, channels, height, width = shape
@@ -45,9 +45,9 @@ def to_images(rows: Tensor, shape: torch.Size) -> Tensor:
 def max_pool(
     rows: Tensor, shape: torch.Size, sizes: Sequence[Sequence[int]], ceil: bool
 ) -> tuple[Tensor, Tensor, torch.Size]:
-    """A ``Pool``, but for the sizes that torch wants."""
+    """A ``Pool``, once the sizes and the rounding mode are bound."""
     out, index = aten.max_pool2d_with_indices(to_images(rows, shape), *sizes, ceil)
-    # Torch counts within a plane; what is wanted is the place in the flat rows.
+    # Torch's indices are within a plane; convert them to indices into the flat rows.
     places = torch.add(_plane_starts(shape), index, alpha=shape[1])
     return to_rows(out), to_rows(places).view(-1), out.shape
 
@@ -55,18 +55,18 @@ def max_pool(
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _plane_starts(shape: torch.Size) -> Tensor:
-    """Where each plane begins in the flat rows, [samples, channels, 1, 1]."""
+    """The index of each plane's first value in the flat rows, [samples, channels, 1, 1]."""
     samples, channels, height, width = shape
     firsts = torch.arange(samples, device="cpu") * (channels * height * width)
     return (firsts.view(-1, 1) + torch.arange(channels, device="cpu")).view(samples, channels, 1, 1)
 
 
 def gather(rows: Tensor, places: Tensor) -> Tensor:
-    """The rows of the numbers at these flat places."""
+    """The values at these flat indices, as rows."""
     return rows.view(-1).index_select(0, places).view(-1, rows.shape[1])
 
 
 def scatter_add(out: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    """``out`` with the values added at these flat places; overlapping windows may name a place twice."""
+    """Add values to ``out`` at these flat indices, which repeat if pooling windows overlap."""
     out.view(-1).scatter_add_(0, places, values.view(-1))
     return out

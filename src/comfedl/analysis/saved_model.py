@@ -1,0 +1,103 @@
+"""A saved run's model as pure functions, and new data in the form that the model was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from comfedl.analysis.load_run import SavedRun
+from comfedl.core.learner import Learner, Model, Params
+from comfedl.data.from_folders import IMAGES, read_arrays, read_image
+from comfedl.data.tabular import Encoding, Table, read_csv
+from comfedl.training.validation import make_learner
+from comfedl.utils.errors import ComfedlError, ConfigError, DataError
+
+
+def load_learner(run: SavedRun) -> tuple[Learner, Callable[[Params], Model]]:
+    """The functions of a run's model, and a function that turns saved tensors into its state."""
+    learner, initial, _ = make_learner(run.module, run.settings.loss, run.settings.make_algorithm())
+    if learner.module is None:
+        raise ConfigError(f"{run.path} trained a Composition, which has no outputs and no metrics.")
+
+    def to_state(tensors: Params) -> Model:
+        module = run.with_tensors(tensors, run.path)
+        params = {name: part.detach() for name, part in module.named_parameters()}
+        buffers = {name: part for name, part in module.named_buffers() if name in initial["buffers"]}
+        return Model(params=params, buffers=buffers)
+
+    return learner, to_state
+
+
+def float_dtype(run: SavedRun) -> torch.dtype:
+    """The dtype of the model's parameters, to which floating-point data are converted."""
+    return next(run.module.parameters()).dtype
+
+
+@contextmanager
+def model_errors(source: Path | str) -> Iterator[None]:
+    """Report an error of the model's code as an error of the data it was applied to."""
+    try:
+        yield
+    except ComfedlError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise DataError(f"The model cannot be applied to the samples of {source} ({error}).") from None
+
+
+def read_inputs(run: SavedRun, data: Path) -> tuple[list[str], Tensor]:
+    """The name of each sample of a file or folder, and the model's inputs."""
+    encoding = run.encoding or Encoding()
+    if encoding.columns:
+        table = read_csv(data)
+        names, x = [str(row + 1) for row in range(len(table))], torch.from_numpy(encoding.x(table))
+    elif encoding.image is not None:
+        mode, height, width = encoding.image
+        files = [data] if data.is_file() else sorted(data.iterdir()) if data.is_dir() else []
+        files = [file for file in files if file.suffix.lower() in IMAGES]
+        if not files:
+            raise DataError(f"{data} is neither an image nor a folder of images (PNG, JPEG).")
+        try:
+            images = [torch.from_numpy(read_image(file, mode, (height, width), resize=True)) for file in files]
+        except OSError as error:
+            raise DataError(f"An image of {data} cannot be read ({error}).") from None
+        names, x = [file.name for file in files], torch.stack(images)
+    else:
+        if data.suffix.lower() not in (".npz", ".safetensors"):
+            raise DataError(
+                f"{data} cannot be used: the run was not trained on a table but on arrays; give an .npz or "
+                ".safetensors file with an array x."
+            )
+        (x,) = read_arrays(data, ["x"])
+        names = [str(row + 1) for row in range(len(x))]
+        trained_on = run.input_dtype
+        if not trained_on.is_floating_point:  # indices, say of an nn.Embedding: they must stay integers
+            if x.is_floating_point():
+                kind = str(trained_on).removeprefix("torch.")
+                raise DataError(f"x of {data} has floating-point numbers, but the model was trained on {kind}.")
+            return names, x.to(trained_on)
+    return names, x.to(float_dtype(run))
+
+
+def read_labelled(run: SavedRun, data: Path) -> tuple[Tensor, Tensor, Table | None]:
+    """Inputs and y in the form of training, and the table if the data are one."""
+    encoding, table = run.encoding or Encoding(), None
+    if encoding.columns:
+        table = read_csv(data)
+        x, y = torch.from_numpy(encoding.x(table)).to(float_dtype(run)), torch.from_numpy(encoding.y(table))
+    elif encoding.image is not None:
+        folders = [folder for folder in sorted(data.iterdir()) if folder.is_dir()] if data.is_dir() else []
+        if not folders:
+            raise DataError(f"{data} must be a folder with a folder of images for each class.")
+        parts = [read_inputs(run, folder)[1] for folder in folders]
+        labels = torch.from_numpy(encoding.labels([folder.name for folder in folders], str(data)))
+        x, y = torch.cat(parts), torch.repeat_interleave(labels, torch.tensor([*map(len, parts)]))
+    else:
+        x = read_inputs(run, data)[1]
+        (y,) = read_arrays(data, ["y"])
+    if len(x) != len(y):
+        raise DataError(f"{data} has {len(x)} samples in x but {len(y)} in y; give one y for each x.")
+    return x, y.to(float_dtype(run)) if y.is_floating_point() else y.long(), table
