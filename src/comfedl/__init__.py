@@ -24,28 +24,30 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
     from comfedl.algorithms.term import TERM as TERM
     from comfedl.algorithms.trmaml import TRMAML as TRMAML
     from comfedl.analysis.load_run import load_run as load_run
-    from comfedl.core.objectives import Adapt as Adapt
-    from comfedl.core.objectives import Composition as Composition
-    from comfedl.core.outer_functions import KL as KL
-    from comfedl.core.outer_functions import ChiSquare as ChiSquare
-    from comfedl.core.outer_functions import Custom as Custom
-    from comfedl.core.outer_functions import CVaR as CVaR
-    from comfedl.core.outer_functions import Exp as Exp
-    from comfedl.core.outer_functions import Identity as Identity
-    from comfedl.core.outer_functions import Power as Power
-    from comfedl.core.outer_functions import Tilt as Tilt
-    from comfedl.data import load as load
-    from comfedl.data import partition as partition
+    from comfedl.core.objectives import Adapt as Adapt, Composition as Composition
+    from comfedl.core.outer_functions import (
+        KL as KL,
+        ChiSquare as ChiSquare,
+        Custom as Custom,
+        CVaR as CVaR,
+        Exp as Exp,
+        Identity as Identity,
+        Power as Power,
+        Tilt as Tilt,
+    )
+    from comfedl.data import load as load, partition as partition
     from comfedl.data.federated import FederatedData as FederatedData
     from comfedl.training.callbacks import Callback as Callback
     from comfedl.training.fit import fit as fit
     from comfedl.training.result import Result as Result
-    from comfedl.utils.errors import ComfedlError as ComfedlError
-    from comfedl.utils.errors import ConfigError as ConfigError
-    from comfedl.utils.errors import DataError as DataError
-    from comfedl.utils.errors import Diverged as Diverged
-    from comfedl.utils.errors import QuorumError as QuorumError
-    from comfedl.utils.errors import RunFolderError as RunFolderError
+    from comfedl.utils.errors import (
+        ComfedlError as ComfedlError,
+        ConfigError as ConfigError,
+        DataError as DataError,
+        Diverged as Diverged,
+        QuorumError as QuorumError,
+        RunFolderError as RunFolderError,
+    )
 
 # The module of each public name. tests/project/test_public_names.py holds this table against the imports above.
 _HOMES = {

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import settings as bounded
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings as bounded, strategies as st
 
 import comfedl as cf
 from comfedl.config.schema import parse_config, run_config

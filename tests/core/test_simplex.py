@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 from scipy.optimize import minimize
 from torch import Tensor
 

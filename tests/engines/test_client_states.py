@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from comfedl.engines import client_states as module
 from comfedl.engines.client_states import ClientStates

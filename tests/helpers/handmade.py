@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comfedl.core.client_statistics import effective_clients, summarise_clients
+from comfedl.core.client_statistics import effective_clients, summarise_columns
 from comfedl.utils.toml import to_toml
 
 ODD = ["north", "</script><script>window.broken=1</script>", 'a & "b" <i>$x$</i> {{title}}']
@@ -60,3 +60,9 @@ def write_run(
     if done:
         (folder / "summary.json").write_text(json.dumps({"rounds": rounds[-1], "seconds": 2.5}))
     return folder
+
+
+def summarise_clients(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Summaries of every metric on every split, keyed like ``"validation.accuracy.worst"``."""
+    names = dict.fromkeys(name for score in scores for name in score)
+    return summarise_columns({name: [score[name] for score in scores if name in score] for name in names})

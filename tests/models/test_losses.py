@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sklearn.metrics import r2_score, roc_auc_score, root_mean_squared_error
 from torch import nn
 
@@ -253,7 +252,7 @@ def test_a_diverged_model_is_not_taken_for_an_undefined_metric() -> None:
 
 def test_outputs_that_do_not_fit_are_refused() -> None:
     fed = cf.FederatedData(numbers(1))
-    with pytest.raises(cf.DataError, match=r"one output for each number in y.*\(2, 3\)"):
+    with pytest.raises(cf.DataError, match=r"one output per number in y.*\(2, 3\)"):
         cf.fit(nn.Linear(4, 3).double(), fed, cf.FedAvg(), rounds=1, loss="mse")
     with pytest.raises(cf.DataError, match="labels that are 0 or 1"):
         cf.fit(linear(), fed, cf.FedAvg(), rounds=1, loss="bce")

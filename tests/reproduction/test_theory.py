@@ -15,8 +15,7 @@ from torch.autograd.functional import jacobian as derivative
 
 from comfedl.utils.errors import ConfigError, RunFolderError
 from comfedl_reproduction import theory
-from comfedl_reproduction.theory import points as point_files
-from comfedl_reproduction.theory import problem
+from comfedl_reproduction.theory import points as point_files, problem
 from comfedl_reproduction.theory.extensions import Plus
 from comfedl_reproduction.theory.measure import LAWS, Bias, Drift, Rate
 from comfedl_reproduction.theory.points import Point

@@ -31,8 +31,7 @@ from sqlalchemy import Engine, event
 from comfedl.algorithms import ALGORITHMS
 from comfedl.cli.tables import show_trials
 from comfedl.config.schema import parse_config, read_config, run_config
-from comfedl.tuning import run_trial as trial_module
-from comfedl.tuning import worker_pool
+from comfedl.tuning import run_trial as trial_module, worker_pool
 from comfedl.tuning.interrupts import InterruptGuard
 from comfedl.tuning.plan import Plan, make_plan
 from comfedl.tuning.run_trial import COMPLETE, DataCache, Outcome, Task, run_task

@@ -71,10 +71,6 @@ class Advice:
         """Whether all clients have the same loss, so that gamma has no effect."""
         return bool(np.ptp(self.losses) <= ROUNDING * np.abs(self.losses).max())
 
-    def gamma_for(self, clients: float) -> float:
-        """The gamma that gives this number of effective clients."""
-        return effective_gamma(torch.from_numpy(self.losses), clients)
-
 
 def advise(config: Config, warmup: int = WARMUP, gammas: Sequence[float] = ()) -> Advice:
     """Train with plain averaging for ``warmup`` rounds, then compute the effect of each gamma from the losses.

@@ -18,8 +18,7 @@ def advise(
     set: Changes = None,
 ) -> None:
     """Show the effect of each gamma of KL: client weights, effective clients and gradient noise."""
-    from comfedl.analysis.gamma_advice import advise as make_advice
-    from comfedl.analysis.gamma_advice import plot_advice
+    from comfedl.analysis.gamma_advice import advise as make_advice, plot_advice
     from comfedl.cli.tables import show_advice, show_weights
     from comfedl.config.schema import read_config
     from comfedl.training.run_folder import readable

@@ -1,85 +1,18 @@
-"""The files of ``comfedl init``: a small project with its own config, model and data."""
+"""What ``comfedl init`` writes, from templates/: a small project with its own config, model and data."""
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 
 from comfedl.utils.errors import RunFolderError
 from comfedl.utils.files import write_atomic
 
-CONFIG = """\
-rounds = 60
-eval_every = 5
-loss = "bce"                          # two classes; also cross_entropy, mse, mae, huber
-
-[data]
-name = "my_data:hospitals"            # the function hospitals(seed, ...) in my_data.py
-validation = 0.2
-test = 0.2
-
-[model]
-name = "my_model:make"                # the function make(shape, outputs, ...) in my_model.py
-hidden = 16
-
-[algorithm]
-name = "comfedl"
-lr = 0.1
-local_steps = 5
-batch_size = 32
-outer = { name = "kl", gamma = 0.2 }  # comfedl advise config.toml shows the effect of gamma
-"""
-
-MODEL = '''\
-"""The model, built from the shape of one sample and the number of outputs; options come from [model] in the config."""
-
-import math
-
-from torch import nn
-
-
-def make(shape, outputs, hidden=16):
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), hidden), nn.ReLU(), nn.Linear(hidden, outputs))
-'''
-
-DATA = '''\
-"""The data. Replace this example with your own; options come from [data] in the config.
-
-The example splits scikit-learn's breast-cancer data over four hospitals with different patients.
-"""
-
-import numpy as np
-from sklearn.datasets import load_breast_cancer
-
-import comfedl as cf
-
-
-def hospitals(seed, validation=0.2, test=0.2):
-    raw = load_breast_cancer()
-    table = {name.replace(" ", "_"): raw.data[:, i] for i, name in enumerate(raw.feature_names)}
-    table["diagnosis"] = raw.target_names[raw.target]
-    texture = table["mean_texture"]
-    table["hospital"] = np.array(["city", "lake", "hill", "coast"])[
-        np.digitize(texture, np.quantile(texture, [0.5, 0.8, 0.95]))
-    ]
-    # From a file: cf.FederatedData.from_dataframe(pandas.read_csv("patients.csv"), client="hospital", ...)
-    return cf.FederatedData.from_dataframe(
-        table, client="hospital", target="diagnosis", validation=validation, test=test, seed=seed
-    )
-'''
-
-README = """\
-# A federated project
-
-    comfedl data describe config.toml    # what each client holds
-    comfedl advise config.toml           # how each gamma would weight the clients
-    comfedl run config.toml              # train; writes runs/config
-    comfedl evaluate runs/config         # test scores per client
-    comfedl predict runs/config new.csv --client city
-
-`my_data.py` loads the data, `my_model.py` builds the model, `config.toml` configures the training.
-"""
-
-FILES = {"config.toml": CONFIG, "my_model.py": MODEL, "my_data.py": DATA, "README.md": README}
+TEMPLATES = resources.files("comfedl.cli") / "templates"
+FILES = {
+    name: (TEMPLATES / f"{name}.tmpl").read_text("utf-8")
+    for name in ("config.toml", "my_model.py", "my_data.py", "README.md")
+}
 
 
 def write_project(folder: Path) -> None:

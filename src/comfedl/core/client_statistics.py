@@ -76,14 +76,8 @@ def divergence(weights: Sequence[float]) -> float:
     return float((r * np.log(len(weights) * r)).sum())
 
 
-def summarise_clients(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Summaries of every metric on every split, keyed like ``"validation.accuracy.worst"``."""
-    names = dict.fromkeys(name for score in scores for name in score)
-    return summarise_columns({name: [score[name] for score in scores if name in score] for name in names})
-
-
 def summarise_columns(columns: Mapping[str, Sequence[float] | NDArray[np.float64]]) -> dict[str, float]:
-    """The same, from one column of values per metric.
+    """Summaries keyed like ``"validation.accuracy.worst"``, from one column of values per metric.
 
     If a metric is undefined for some clients of a split, ``"validation.auc.clients"`` counts those that have it.
     """

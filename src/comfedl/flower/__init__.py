@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from comfedl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from comfedl.flower.apps import client_app as client_app
-    from comfedl.flower.apps import server_app as server_app
+    from comfedl.flower.apps import client_app as client_app, server_app as server_app
     from comfedl.flower.engine import Sites as Sites
 
 if importlib.util.find_spec("flwr") is None:

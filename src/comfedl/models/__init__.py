@@ -1,7 +1,3 @@
 """Models, losses and metrics."""
 
-from comfedl.models.zoo import MODELS as MODELS
-from comfedl.models.zoo import build as build
-from comfedl.models.zoo import cnn4 as cnn4
-from comfedl.models.zoo import logistic as logistic
-from comfedl.models.zoo import mlp as mlp
+from comfedl.models.zoo import MODELS as MODELS, build as build, cnn4 as cnn4, logistic as logistic, mlp as mlp

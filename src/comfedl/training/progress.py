@@ -11,8 +11,7 @@ from typing import IO, Any
 
 import numpy as np
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from comfedl.core.client_statistics import Row

@@ -4,6 +4,4 @@ Each kernel gives the results of the plain code, up to rounding, and must save a
 benchmark's workloads (docs/performance.md). Nothing outside this package depends on its contents.
 """
 
-from comfedl.engines.kernels.choice import VECTORIZE as VECTORIZE
-from comfedl.engines.kernels.choice import Accelerated as Accelerated
-from comfedl.engines.kernels.choice import accelerate as accelerate
+from comfedl.engines.kernels.choice import VECTORIZE as VECTORIZE, Accelerated as Accelerated, accelerate as accelerate

@@ -79,6 +79,8 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", str(package.parent)) else "")
+        return git("rev-parse", "HEAD") + (
+            "+" if git("status", "--porcelain", "--", str(package.parent), str(package.parents[1] / "src")) else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
