@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from comfedl import __version__
-from comfedl.analysis.html_report import has_plotly, write_page
 from comfedl.analysis.read_runs import Method, Run
-from comfedl.analysis.report_data import ReportOptions
+from comfedl.analysis.report_content import ReportOptions
+from comfedl.analysis.report_page import has_plotly, write_page
 from comfedl.analysis.stats import standard_error
 from comfedl.utils.files import write_atomic
 from comfedl_reproduction.plots import plots

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from comfedl.analysis.html_report import write_report
+from comfedl.analysis.report_page import write_report
 from comfedl.analysis.web_server import make_server
 from helpers.handmade import ODD, write_run
 

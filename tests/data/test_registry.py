@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comfedl.data import download, formats, registry
+from comfedl.data import decoders, download, registry
 from comfedl.data.download import (
     File,
     Mirror,
@@ -722,7 +722,7 @@ def encode_png(image: np.ndarray, filters: list[int], **header: int) -> bytes:
 def test_png_filters(filters: list[int], channels: int) -> None:
     # Few values, so that ties of the Paeth filter occur, on both sides of the wrap-around of bytes.
     image = (random_images(1, len(filters), 20, channels) % 6 + 252).astype(np.uint8)
-    np.testing.assert_array_equal(formats.from_png(encode_png(image, filters)), image)
+    np.testing.assert_array_equal(decoders.from_png(encode_png(image, filters)), image)
 
 
 def test_a_png_written_by_pillow() -> None:
@@ -730,7 +730,7 @@ def test_a_png_written_by_pillow() -> None:
     image = np.cumsum(random_images(3, 40, 60, 3) // 64, axis=1).astype(np.uint8)
     stream = io.BytesIO()
     pillow.fromarray(image).save(stream, "PNG")
-    np.testing.assert_array_equal(formats.from_png(stream.getvalue()), image)
+    np.testing.assert_array_equal(decoders.from_png(stream.getvalue()), image)
 
 
 @pytest.mark.parametrize(
@@ -752,7 +752,7 @@ def test_a_png_written_by_pillow() -> None:
 )
 def test_an_invalid_png_is_refused(data: bytes, says: str) -> None:
     with pytest.raises(DataError, match=says):
-        formats.from_png(data)
+        decoders.from_png(data)
 
 
 CIFAR_COUNTS = {"data_batch_1": 2, "data_batch_2": 1, "data_batch_3": 1, "data_batch_4": 1, "data_batch_5": 2}

@@ -27,7 +27,7 @@ ELSEWHERE = {"how-to-own-data.md": "tests/cli/test_init.py"}
 NOT_RUN = {
     "README.md": "an overview, whose configs are the reader's own",
     "how-to-tune.md": "searches; tests/tuning/test_tuning.py runs them",
-    "reproduction.md": "takes from minutes to hours; tests/reproduce runs a small one",
+    "reproduction.md": "takes from minutes to hours; tests/reproduction runs a small one",
     "scaling.md": "starts processes with torchrun; tests/engines/test_distributed.py does",
     "flower.md": "starts servers; tests/flower/test_flower_real.py runs them",
 }

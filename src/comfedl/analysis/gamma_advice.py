@@ -26,8 +26,8 @@ from comfedl.core.client_statistics import effective_clients
 from comfedl.core.learner import Model
 from comfedl.core.outer_functions import KL
 from comfedl.core.simplex import ROUNDING, effective_gamma, softmax_weights
+from comfedl.training.arguments import check_fit, make_learner
 from comfedl.training.fit import fit
-from comfedl.training.validation import check_fit, make_learner
 from comfedl.utils import checks, rng
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.files import write_atomic

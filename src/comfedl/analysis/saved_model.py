@@ -13,7 +13,7 @@ from comfedl.analysis.load_run import SavedRun
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.data.from_folders import IMAGES, read_arrays, read_image
 from comfedl.data.tabular import Encoding, Table, read_csv
-from comfedl.training.validation import make_learner
+from comfedl.training.arguments import make_learner
 from comfedl.utils.errors import ComfedlError, ConfigError, DataError
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from comfedl.analysis.html_report import page, plotly_js
 from comfedl.analysis.read_runs import find_runs, read_methods
-from comfedl.analysis.report_data import ReportOptions, report_contents
+from comfedl.analysis.report_content import ReportOptions, report_contents
+from comfedl.analysis.report_page import page, plotly_js
 from comfedl.utils.errors import ComfedlError, ConfigError
 
 WATCHED_FILES = ("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from comfedl.analysis.html_report import offer_report
-from comfedl.analysis.report_data import ReportOptions
+from comfedl.analysis.report_content import ReportOptions
+from comfedl.analysis.report_page import offer_report
 from comfedl.cli.tables import side_by_side
 from comfedl.config.schema import parse_config, run_config
 from comfedl.training.progress import Progress

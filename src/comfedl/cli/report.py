@@ -20,8 +20,8 @@ def report(
     png: Annotated[Path | None, typer.Option(help="Also write PNG plots into this folder.")] = None,
 ) -> None:
     """Compare runs on one HTML page that opens offline: a verdict, curves, clients, weights and a table."""
-    from comfedl.analysis.html_report import write_report
-    from comfedl.analysis.report_data import ReportOptions
+    from comfedl.analysis.report_content import ReportOptions
+    from comfedl.analysis.report_page import write_report
 
     verdict, written = write_report(runs, out, ReportOptions(split, metric), png)
     for sentence in verdict:

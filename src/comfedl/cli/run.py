@@ -79,8 +79,8 @@ def compare(
 ) -> None:
     """Run several configs on the same data and initial model and show them side by side."""
     from comfedl.analysis.compare import run_comparison
-    from comfedl.analysis.html_report import offer_report
-    from comfedl.analysis.report_data import ReportOptions
+    from comfedl.analysis.report_content import ReportOptions
+    from comfedl.analysis.report_page import offer_report
     from comfedl.cli.tables import show_comparison
     from comfedl.config.schema import Config, read_config
     from comfedl.training.callbacks import Callback

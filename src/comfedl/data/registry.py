@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from comfedl.data.decoders import from_idx, from_png, to_idx, unpickle_npy
 from comfedl.data.download import (
     Contents,
     File,
@@ -29,7 +30,6 @@ from comfedl.data.download import (
     url_files,
     url_tar,
 )
-from comfedl.data.formats import from_idx, from_png, to_idx, unpickle_npy
 from comfedl.utils.errors import DataError, nearest
 
 __all__ = ["SOURCES", "RawData", "Source", "cache_dir", "fetch", "is_cached", "read"]

@@ -15,6 +15,7 @@ from torch import Tensor
 from comfedl.core.learner import Learner
 from comfedl.core.protocol import Engine, Outcome, Replies, Step, check_finite
 from comfedl.data.federated import FederatedData
+from comfedl.engines.batching import IntArray, StepBatches, StepPlan, chunk_slices, group_clients
 from comfedl.engines.client_states import ClientStates
 from comfedl.engines.kernels import accelerate
 from comfedl.engines.replies import (
@@ -27,7 +28,6 @@ from comfedl.engines.replies import (
     stack_trees,
     unstack_tree,
 )
-from comfedl.engines.sampling import IntArray, StepBatches, StepPlan, chunk_slices, group_clients
 from comfedl.engines.stacked import Stacked
 from comfedl.engines.thread_pool import ThreadPool
 from comfedl.utils import checks, rng, tree

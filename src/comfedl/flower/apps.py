@@ -19,7 +19,7 @@ from comfedl.engines.embedded import Embedded
 from comfedl.flower import serialization
 from comfedl.flower.client import StateStore, public_message, run_steps
 from comfedl.flower.server import serve
-from comfedl.training.validation import check_fit, make_learner
+from comfedl.training.arguments import check_fit, make_learner
 from comfedl.utils.errors import ComfedlError, ConfigError, DataError
 from comfedl.utils.files import write_atomic
 

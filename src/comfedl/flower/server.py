@@ -15,10 +15,10 @@ from comfedl.config.schema import ENGINE_TABLES, Config, FlowerTable
 from comfedl.engines import AT_SITES
 from comfedl.flower.engine import Sites
 from comfedl.flower.registry import KnownSites, SiteRegistry
+from comfedl.training.arguments import make_learner
 from comfedl.training.callbacks import Callback
 from comfedl.training.fit import fit_on
 from comfedl.training.result import Result
-from comfedl.training.validation import make_learner
 from comfedl.utils.errors import RunFolderError
 from comfedl.utils.files import write_atomic
 from comfedl.utils.toml import to_toml

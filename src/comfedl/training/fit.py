@@ -22,6 +22,7 @@ from comfedl.data.tabular import Encoding
 from comfedl.engines import make_engine
 from comfedl.models.losses import LossFunction
 from comfedl.training import personal_models
+from comfedl.training.arguments import check_fit, check_kinds, make_learner
 from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Snapshot
 from comfedl.training.client_records import ClientRows, few_as_list
@@ -29,7 +30,6 @@ from comfedl.training.loop import Loop
 from comfedl.training.options import RunOptions
 from comfedl.training.result import Result
 from comfedl.training.run_folder import RunFolder
-from comfedl.training.validation import check_fit, check_kinds, make_learner
 from comfedl.training.worker_callback import WorkerCallback
 from comfedl.utils import tree
 from comfedl.utils.errors import ConfigError, Diverged

@@ -14,8 +14,8 @@ from comfedl.algorithms.base import descend
 from comfedl.core.learner import Learner, Model
 from comfedl.core.objectives import LocalLoss
 from comfedl.data.split import Split
+from comfedl.engines.batching import BatchBuffer, LazyBatches
 from comfedl.engines.kernels.dense import Dense
-from comfedl.engines.sampling import BatchBuffer, LazyBatches
 from comfedl.engines.stacked import Ragged
 from comfedl.models.losses import LOSSES
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from comfedl.core.learner import Batch, Learner, Model, Params, Pullback
+from comfedl.engines.batching import BatchBuffer, LazyBatches
 from comfedl.engines.kernels.dense_grads import (
     SLOPES,
     cross_entropy_and_vjp,
@@ -20,7 +21,6 @@ from comfedl.engines.kernels.dense_grads import (
     descend_cross_entropy,
     named,
 )
-from comfedl.engines.sampling import BatchBuffer, LazyBatches
 from comfedl.engines.stacked import Stacked, unpack
 from comfedl.models.losses import PER_SAMPLE
 from comfedl.models.metrics import WHOLE

@@ -12,7 +12,7 @@ from typing import Any
 
 from comfedl import __version__
 from comfedl.analysis.read_runs import Method, read_methods
-from comfedl.analysis.report_data import ReportOptions, report_contents
+from comfedl.analysis.report_content import ReportOptions, report_contents
 from comfedl.training.run_folder import readable
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.files import write_atomic
@@ -86,7 +86,7 @@ def write_page(
     contents = report_contents(methods, notes, options)
     files = {out: page(contents).encode()}
     if png is not None:
-        from comfedl.analysis.plots import draw_plots
+        from comfedl.analysis.report_plots import draw_plots
 
         files |= {png / name: image for name, image in draw_plots(contents).items()}
     for path, content in files.items():

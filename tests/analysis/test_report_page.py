@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from comfedl.analysis.html_report import offer_report, page, write_report
-from comfedl.analysis.plots import draw_plots
 from comfedl.analysis.read_runs import read_methods
-from comfedl.analysis.report_data import MAX_CLIENTS, ReportOptions, report_contents
+from comfedl.analysis.report_content import MAX_CLIENTS, ReportOptions, report_contents
+from comfedl.analysis.report_page import offer_report, page, write_report
+from comfedl.analysis.report_plots import draw_plots
 from comfedl.core.client_statistics import summarise
 from comfedl.utils.errors import ConfigError
 from helpers.handmade import ODD, write_run
@@ -195,7 +195,7 @@ def test_without_plotly_one_sentence_says_what_to_do(
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match=re.escape("pip install 'comfedl[plot]'")):
         write_report(two, tmp_path / "report.html")
-    monkeypatch.setattr("comfedl.analysis.html_report.find_spec", lambda name: None)
+    monkeypatch.setattr("comfedl.analysis.report_page.find_spec", lambda name: None)
     assert offer_report(two[:1], tmp_path / "report.html").startswith("For a report with plots: pip install")
     assert not (tmp_path / "report.html").exists()
 

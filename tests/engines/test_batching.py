@@ -7,7 +7,7 @@ import torch
 
 from comfedl.core.protocol import Draw
 from comfedl.data.split import Split
-from comfedl.engines.sampling import BatchSampler
+from comfedl.engines.batching import BatchSampler
 from comfedl.utils import rng
 
 
