@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from comfedl_reproduction.evidence import Case, Claim, OverSeeds, Table, over_seeds, paired
+from comfedl_reproduction.evidence import Case, Claim, EvidenceTable, OverSeeds, over_seeds, paired
 
 CLOSE = 0.02  # "good with different values", "robust": the largest allowed gap between the best and the worst
 
 
-def _beats_all(table: Table, group: str, ours: str, column: str, others: Sequence[str], sign: int = 1) -> Case:
+def _beats_all(table: EvidenceTable, group: str, ours: str, column: str, others: Sequence[str], sign: int = 1) -> Case:
     """Whether a method is above all others in a column; ``sign`` is -1 if smaller is better."""
     own = table.per_seed(group, ours, column)
     theirs = {name: found for name in others if (found := table.per_seed(group, name, column))}
@@ -50,7 +50,7 @@ def _mean_of_curve(curve: dict[int, float]) -> float:
 SHOWN = ("test.accuracy.mean", "test.accuracy.worst", "validation.accuracy.mean", "validation.accuracy.worst")
 
 
-def fig2(table: Table) -> Iterator[Claim]:
+def fig2(table: EvidenceTable) -> Iterator[Claim]:
     literal = "ComFedL, literal exponent"
     seeds, diverged, message = table.message("published", literal)
     yield Claim(
@@ -92,7 +92,7 @@ def fig2(table: Table) -> Iterator[Claim]:
         )
 
 
-def _diverge_at_lr_one(table: Table) -> Case:
+def _diverge_at_lr_one(table: EvidenceTable) -> Case:
     failed, numbers = [], []
     for method in table.methods("lr-one"):
         seeds, diverged, _ = table.message("lr-one", method)
@@ -103,7 +103,7 @@ def _diverge_at_lr_one(table: Table) -> Case:
     return Case("learning rate 1", 2 * len(failed) > len(numbers), ", ".join(numbers))
 
 
-def _below_best(table: Table, group: str, method: str, column: str, sign: int) -> Case:
+def _below_best(table: EvidenceTable, group: str, method: str, column: str, sign: int) -> Case:
     """Whether a method is below the best other method."""
     own = table.per_seed(group, method, column)
     others = {name: table.per_seed(group, name, column) for name in table.methods(group) if name != method}
@@ -113,7 +113,7 @@ def _below_best(table: Table, group: str, method: str, column: str, sign: int) -
     return Case(f"{group}, {column}", gap.above_zero, text)
 
 
-def _faster_to_level(table: Table, group: str, ours: str, theirs: str, column: str) -> Case:
+def _faster_to_level(table: EvidenceTable, group: str, ours: str, theirs: str, column: str) -> Case:
     level = 0.95 * over_seeds(table.per_seed(group, theirs, column)).mean
     reach = _first_reach(level)
     own, other = (table.per_seed(group, method, column, reduce=reach) for method in (ours, theirs))
@@ -121,11 +121,11 @@ def _faster_to_level(table: Table, group: str, ours: str, theirs: str, column: s
     return Case(group, paired(other, own).above_zero, text)
 
 
-def _sweep(table: Table, group: str, method: str, column: str) -> dict[str, OverSeeds]:
+def _sweep(table: EvidenceTable, group: str, method: str, column: str) -> dict[str, OverSeeds]:
     return {point: over_seeds(table.per_seed(group, method, column, point)) for point in table.points(group)}
 
 
-def _similar_ends(table: Table, group: str, method: str, column: str) -> Case:
+def _similar_ends(table: EvidenceTable, group: str, method: str, column: str) -> Case:
     """Whether all points of a sweep end within ``CLOSE`` of one another."""
     ends = _sweep(table, group, method, column)
     means = [end.mean for end in ends.values()]
@@ -136,7 +136,7 @@ def _list(numbers: Mapping[str, OverSeeds]) -> str:
     return ", ".join(f"{point}: {value}" for point, value in numbers.items())
 
 
-def _faster_with_tau(table: Table, group: str, method: str, column: str, per: str) -> Case:
+def _faster_with_tau(table: EvidenceTable, group: str, method: str, column: str, per: str) -> Case:
     """Whether the largest tau is ahead of the smallest: in the last round that all have, or after all iterations.
 
     A curve that was not evaluated by that round counts with its first evaluation, which is later and can only help it.
@@ -154,7 +154,7 @@ def _faster_with_tau(table: Table, group: str, method: str, column: str, per: st
     return Case(f"{group}, per {per}", paired(values[points[-1]], values[points[0]]).above_zero, text)
 
 
-def fig3(table: Table) -> Iterator[Claim]:
+def fig3(table: EvidenceTable) -> Iterator[Claim]:
     splits = [split for split in ("independent", "skewed") if f"tau-{split}" in table.groups()]
     columns = ("train.accuracy.mean", "validation.accuracy.mean")
     yield Claim(
@@ -181,7 +181,7 @@ def fig3(table: Table) -> Iterator[Claim]:
     )
 
 
-def _small_gamma(table: Table, group: str, column: str) -> Case:
+def _small_gamma(table: EvidenceTable, group: str, column: str) -> Case:
     areas = {p: table.per_seed(group, "ComFedL", column, p, _mean_of_curve) for p in table.points(group)}
 
     def both(a: str, b: str) -> dict[str, float]:
@@ -195,7 +195,7 @@ def _small_gamma(table: Table, group: str, column: str) -> Case:
 FEDAVG = "FedAvg, one step at test"
 
 
-def fig4(table: Table) -> Iterator[Claim]:
+def fig4(table: EvidenceTable) -> Iterator[Claim]:
     ours, others = "ComFedL-DAMAML", ["TR-MAML", "FedMAML", "Ditto", FEDAVG]
     best = [("test.personal_accuracy.mean", 1), ("test.personal_accuracy.worst", 1), ("test.personal_loss.mean", -1)]
     best += [("validation.personal_accuracy.mean", 1), ("validation.personal_loss.mean", -1)]
@@ -232,7 +232,7 @@ def fig4(table: Table) -> Iterator[Claim]:
     )
 
 
-def _beats_fedavg(table: Table, name: str, column: str, sign: int) -> Case:
+def _beats_fedavg(table: EvidenceTable, name: str, column: str, sign: int) -> Case:
     own, other = table.per_seed("main", name, column), table.per_seed("main", FEDAVG, column)
     gap = OverSeeds(tuple(sign * d for d in paired(own, other).values))
     return Case(
@@ -240,13 +240,13 @@ def _beats_fedavg(table: Table, name: str, column: str, sign: int) -> Case:
     )
 
 
-def _smoother(table: Table, smooth: str, rough: str) -> Case:
+def _smoother(table: EvidenceTable, smooth: str, rough: str) -> Case:
     column = "validation.personal_accuracy.mean"
     a, b = (table.per_seed("main", name, column, reduce=_roughness) for name in (smooth, rough))
     return Case(f"than {rough}", paired(b, a).above_zero, f"{smooth} {over_seeds(a)}, {rough} {over_seeds(b)}")
 
 
-def fig5(table: Table) -> Iterator[Claim]:
+def fig5(table: EvidenceTable) -> Iterator[Claim]:
     column, ours = "validation.personal_accuracy.mean", "ComFedL-DAMAML"
     yield Claim(
         "fig5",
@@ -265,7 +265,7 @@ def fig5(table: Table) -> Iterator[Claim]:
     )
 
 
-def fig6(table: Table) -> Iterator[Claim]:
+def fig6(table: EvidenceTable) -> Iterator[Claim]:
     column = "test.personal_accuracy.mean"
     gaps = {
         point: paired(
@@ -290,7 +290,7 @@ def fig6(table: Table) -> Iterator[Claim]:
     )
 
 
-FIGURES: dict[str, Callable[[Table], Iterator[Claim]]] = {
+FIGURES: dict[str, Callable[[EvidenceTable], Iterator[Claim]]] = {
     "fig2": fig2,
     "fig3": fig3,
     "fig4": fig4,
@@ -302,7 +302,7 @@ FIGURES: dict[str, Callable[[Table], Iterator[Claim]]] = {
 def claims(results: Path) -> list[Claim]:
     """All claims about the figures in the folder."""
     folders = {name: results / name for name in FIGURES if (results / name / "curves.csv").exists()}
-    return [claim for name, folder in folders.items() for claim in FIGURES[name](Table(folder))]
+    return [claim for name, folder in folders.items() for claim in FIGURES[name](EvidenceTable(folder))]
 
 
 def as_markdown(found: Sequence[Claim]) -> str:

@@ -58,7 +58,7 @@ class Claim:
 Rows = list[dict[str, str]]
 
 
-class Table:
+class EvidenceTable:
     """A figure's curves.csv and summary.csv."""
 
     def __init__(self, folder: Path) -> None:

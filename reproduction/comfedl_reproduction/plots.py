@@ -10,7 +10,7 @@ from typing import Any
 
 from comfedl.analysis.stats import standard_error
 from comfedl.utils.errors import ConfigError
-from comfedl_reproduction.protocol import Curve, Outcome
+from comfedl_reproduction.protocol import Curve, FigureOutcome
 
 try:
     from matplotlib.axes import Axes
@@ -77,14 +77,14 @@ PLOTS: dict[str, dict[str, Grid]] = {
 }
 
 
-def plots(outcome: Outcome) -> dict[str, bytes]:
+def plots(outcome: FigureOutcome) -> dict[str, bytes]:
     """All plots of a figure as PNG, by file name; groups that the preset skips are left out."""
     name, groups = outcome.figure.name, outcome.figure.groups
     grids = {key: [row for row in grid if row[0].group in groups] for key, grid in PLOTS[name].items()}
     return {f"{name}{'-' if key else ''}{key}.png": _draw(outcome, grid) for key, grid in grids.items() if grid}
 
 
-def _draw(outcome: Outcome, grid: Grid) -> bytes:
+def _draw(outcome: FigureOutcome, grid: Grid) -> bytes:
     rows, columns = len(grid), len(grid[0])
     canvas = Canvas(figsize=(3.3 * columns, 2.55 * rows + 0.9), layout="constrained")
     table = canvas.subplots(rows, columns, squeeze=False)
@@ -102,7 +102,7 @@ def _draw(outcome: Outcome, grid: Grid) -> bytes:
     return small.getvalue()
 
 
-def _caption(outcome: Outcome) -> str:
+def _caption(outcome: FigureOutcome) -> str:
     figure = outcome.figure
     seeds = f"mean of {figure.seeds} seeds; band: plus and minus one standard error"
     return f"{figure.name}, preset {figure.preset}, data {figure.data}: " + (seeds if figure.seeds > 1 else "one seed")

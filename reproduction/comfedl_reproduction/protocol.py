@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from comfedl_reproduction.experiments import FIRST_TUNING_SEED, Arm, Figure, Settings, merged
-from comfedl_reproduction.runner import Record, Run, Runner
+from comfedl_reproduction.runner import FigureRun, Record, Runner
 
 LAST_EVALUATIONS = 3  # a candidate's score is their mean, since a single one is noisy
 
@@ -24,7 +24,7 @@ class Trial:
 
     arm: Arm
     candidate: Settings
-    runs: tuple[Run, ...]
+    runs: tuple[FigureRun, ...]
     score: float = -math.inf
     core_seconds: float = 0.0
 
@@ -34,12 +34,12 @@ class Curve:
     """An arm's runs on the evaluation seeds, and their records."""
 
     arm: Arm
-    runs: tuple[Run, ...]
+    runs: tuple[FigureRun, ...]
     records: tuple[Record, ...]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FigureOutcome:
     """Everything that the tables and plots of a figure need."""
 
     figure: Figure
@@ -48,7 +48,7 @@ class Outcome:
     curves: Sequence[Curve]
 
 
-def run_figures(figures: Sequence[Figure], sources: Mapping[str, Figure], runner: Runner) -> dict[str, Outcome]:
+def run_figures(figures: Sequence[Figure], sources: Mapping[str, Figure], runner: Runner) -> dict[str, FigureOutcome]:
     """Tune, select and evaluate; ``sources`` has every figure that their arms refer to, and themselves."""
     needed = {arm.like.split("/")[0] for figure in figures for arm in figure.arms if arm.like is not None}
     tuned = [sources[name] for name in dict.fromkeys([*needed, *(figure.name for figure in figures)])]
@@ -57,7 +57,7 @@ def run_figures(figures: Sequence[Figure], sources: Mapping[str, Figure], runner
     scored = [_score(trial, sources, records) for trial in trials]
     winners = {arm.name: _winner(arm, scored) for figure in tuned for arm in figure.arms if arm.like is None}
     planned = {
-        arm.name: tuple(Run({**_settings(arm, sources, winners), "seed": seed}) for seed in _seeds(figure, arm))
+        arm.name: tuple(FigureRun({**_settings(arm, sources, winners), "seed": seed}) for seed in _seeds(figure, arm))
         for figure in figures
         for arm in figure.arms
     }
@@ -68,7 +68,7 @@ def run_figures(figures: Sequence[Figure], sources: Mapping[str, Figure], runner
             Curve(arm, planned[arm.name], tuple(records[run.key] for run in planned[arm.name])) for arm in figure.arms
         ]
         own = [trial for trial in scored if trial.arm in figure.arms]
-        outcomes[figure.name] = Outcome(figure, own, winners, curves)
+        outcomes[figure.name] = FigureOutcome(figure, own, winners, curves)
     return outcomes
 
 
@@ -76,7 +76,7 @@ def _seeds(figure: Figure, arm: Arm) -> range:
     return range(figure.seeds if arm.seeds is None else min(figure.seeds, arm.seeds))
 
 
-def _by_seed(groups: Sequence[Sequence[Run]]) -> list[Run]:
+def _by_seed(groups: Sequence[Sequence[FigureRun]]) -> list[FigureRun]:
     """All runs, ordered by seed: runs on the same data follow one another, and an interruption leaves results for all
     methods."""
     longest = max((len(group) for group in groups), default=0)
@@ -86,7 +86,9 @@ def _by_seed(groups: Sequence[Sequence[Run]]) -> list[Run]:
 def _trials(figure: Figure) -> list[Trial]:
     seeds = range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + figure.tuning_seeds)
     return [
-        Trial(arm, one, tuple(Run({**merged(merged(arm.settings, one), figure.tuning), "seed": s}) for s in seeds))
+        Trial(
+            arm, one, tuple(FigureRun({**merged(merged(arm.settings, one), figure.tuning), "seed": s}) for s in seeds)
+        )
         for arm in figure.arms
         if arm.tuned
         for one in arm.candidates

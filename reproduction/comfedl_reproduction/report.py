@@ -22,12 +22,12 @@ from comfedl.analysis.report_page import has_plotly, write_page
 from comfedl.analysis.stats import standard_error
 from comfedl.utils.files import write_atomic
 from comfedl_reproduction.plots import plots
-from comfedl_reproduction.protocol import Curve, Outcome
+from comfedl_reproduction.protocol import Curve, FigureOutcome
 
 SPLITS = ("train", "validation", "test")
 
 
-def write(outcome: Outcome, folder: Path) -> Path:
+def write(outcome: FigureOutcome, folder: Path) -> Path:
     """Write all files of a figure."""
     folder.mkdir(parents=True, exist_ok=True)
     tables = {"curves": curves(outcome), "summary": summary(outcome), "tuning": tuning(outcome)}
@@ -42,7 +42,7 @@ def write(outcome: Outcome, folder: Path) -> Path:
     return folder
 
 
-def write_pages(outcome: Outcome, folder: Path) -> None:
+def write_pages(outcome: FigureOutcome, folder: Path) -> None:
     """Write one HTML report on test data per group of curves, since only those within a group are comparable."""
     groups = list(dict.fromkeys(curve.arm.group for curve in outcome.curves))
     for name in groups:
@@ -72,13 +72,13 @@ def _completed(curve: Curve) -> list[Run]:
     ]
 
 
-def metrics(outcome: Outcome) -> list[str]:
+def metrics(outcome: FigureOutcome) -> list[str]:
     """The columns of the figure: loss and accuracy, mean and worst client, of the global or the personal models."""
     prefix = "personal_" if outcome.figure.metric.startswith("personal_") else ""
     return [f"{s}.{prefix}{m}.{k}" for s in SPLITS for m in ("accuracy", "loss") for k in ("mean", "worst")]
 
 
-def curves(outcome: Outcome) -> list[dict[str, Any]]:
+def curves(outcome: FigureOutcome) -> list[dict[str, Any]]:
     """One row per run and evaluated round."""
     return [
         {**_names(curve), "seed": seed, "round": row["round"], "iterations": row["round"] * _local_steps(record)}
@@ -89,7 +89,7 @@ def curves(outcome: Outcome) -> list[dict[str, Any]]:
     ]
 
 
-def summary(outcome: Outcome) -> list[dict[str, Any]]:
+def summary(outcome: FigureOutcome) -> list[dict[str, Any]]:
     """One row per arm: its algorithm, how many seeds diverged, and the last round's means with standard errors."""
     return [_summary_row(curve, metrics(outcome)) for curve in outcome.curves]
 
@@ -110,7 +110,7 @@ def _summary_row(curve: Curve, names: Sequence[str]) -> dict[str, Any]:
     return row
 
 
-def tuning(outcome: Outcome) -> list[dict[str, Any]]:
+def tuning(outcome: FigureOutcome) -> list[dict[str, Any]]:
     """One row per candidate, with its score and whether it was selected."""
     return [
         {
@@ -125,7 +125,7 @@ def tuning(outcome: Outcome) -> list[dict[str, Any]]:
     ]
 
 
-def about(outcome: Outcome) -> dict[str, Any]:
+def about(outcome: FigureOutcome) -> dict[str, Any]:
     """The provenance of the numbers."""
     records = [record for curve in outcome.curves for record in curve.records]
     figure = outcome.figure

@@ -40,7 +40,7 @@ STATUS_BYTES = 400  # size of the shared buffer for the status line
 
 
 @dataclass(frozen=True)
-class Run:
+class FigureRun:
     """A config with its seed."""
 
     settings: Mapping[str, Any]
@@ -70,7 +70,7 @@ class Runner:
         self.folder, self.jobs, self.commit, self.log = folder, jobs, commit, log
         self.done = 0
 
-    def record(self, run: Run) -> Record | None:
+    def record(self, run: FigureRun) -> Record | None:
         """The record of a finished run; None if it is not finished."""
         path = self.folder / f"{run.key}.json"
         if not path.exists():
@@ -78,7 +78,7 @@ class Runner:
         found: Record = json.loads(path.read_text(encoding="utf-8"))
         return found
 
-    def run(self, runs: Sequence[Run], label: str) -> dict[str, Record]:
+    def run(self, runs: Sequence[FigureRun], label: str) -> dict[str, Record]:
         """The records of these runs by key; missing ones are run first, in this order."""
         unique = {run.key: run for run in runs}
         missing = [run for run in unique.values() if self.record(run) is None]
@@ -89,7 +89,7 @@ class Runner:
         records = {key: self.record(run) for key, run in unique.items()}
         return {key: record for key, record in records.items() if record is not None}
 
-    def _run_missing(self, runs: Sequence[Run], label: str) -> None:
+    def _run_missing(self, runs: Sequence[FigureRun], label: str) -> None:
         stop, steps = SPAWN.Event(), SPAWN.Value("d", 0.0)
         status = cast(SynchronizedString, SPAWN.Array("c", STATUS_BYTES))
         jobs = min(self.jobs, len(runs))
@@ -176,7 +176,7 @@ def _do_run(settings: Mapping[str, Any], work: float, folder: Path, commit: str 
     """Do one run and write its record, which may be that it diverged."""
     if _stop.is_set():  # the pool had already queued it when the rest was cancelled
         return
-    run, started = Run(settings), time.process_time()
+    run, started = FigureRun(settings), time.process_time()
     config, path = run.config, folder / "unfinished" / run.key
     fed = _data(json.dumps({"data": settings["data"], "algorithm": {"name": "fedavg"}}), config.seed)
     monitor = _RunMonitor(f"{config.algorithm.name}, seed {config.seed}", work, config.rounds)

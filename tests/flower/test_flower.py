@@ -590,3 +590,10 @@ def test_a_new_app_is_a_valid_flower_app(tmp_path: Path, three_clients: cf.Feder
     compile((tmp_path / "our-study" / "our_study" / "data.py").read_text(), "data.py", "exec")
     with pytest.raises(cf.RunFolderError, match="already exists"):
         new_app(tmp_path / "our-study")
+
+
+def test_apps_written_by_version_0_1_still_find_their_names() -> None:
+    import comfedl.flower as new
+    from comfedl.engines import flower as old
+
+    assert old.server_app is new.server_app and old.client_app is new.client_app and old.Sites is new.Sites

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 import comfedl as cf
 from comfedl.config.schema import Config, parse_config, read_config, run_config
 from comfedl.flower.certs import make_certs
-from comfedl.flower.local_trial import Trial
+from comfedl.flower.local_trial import LocalTrial
 from comfedl.flower.processes import TAG, Daemons, free_ports, listening
 from comfedl.flower.superlink import wait_for
 from comfedl.utils.toml import to_toml
@@ -192,15 +192,15 @@ app = client_app(load_site, mods=[fail])
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Iterator[Trial]:
+def trial(tmp_path: Path) -> Iterator[LocalTrial]:
     settings = config(rounds=6, quorum=0.3, flower={"deadline": 60.0, "patience": 300.0})
-    made = Trial(settings, 3, tmp_path, tmp_path / "run", FAULTY)
+    made = LocalTrial(settings, 3, tmp_path, tmp_path / "run", FAULTY)
     with made.daemons:
         yield made
     assert left_over(made.daemons.tag) == []
 
 
-def plan(trial: Trial, site: str, faults: Mapping[int, str]) -> None:
+def plan(trial: LocalTrial, site: str, faults: Mapping[int, str]) -> None:
     (trial.folder / f"{site}.plan").write_text(json.dumps({f"round {k}": fault for k, fault in faults.items()}))
 
 
@@ -212,7 +212,7 @@ def refused(daemons: Daemons, name: str, words: list[str]) -> None:
     assert "SuperNode ID" not in log, log
 
 
-def test_sites_fail_in_every_way_and_come_back(trial: Trial) -> None:
+def test_sites_fail_in_every_way_and_come_back(trial: LocalTrial) -> None:
     daemons = trial.daemons
     plan(trial, "site-0", {5: "wait"})  # until the killed one is back
     plan(trial, "site-1", {1: "shapes", 2: "wait", 3: "raise", 4: "nothing", 5: "nan"})

@@ -10,8 +10,8 @@ import pytest
 
 from comfedl.analysis.stats import standard_error
 from comfedl_reproduction.experiments import FIRST_TUNING_SEED, Figure, read_figure
-from comfedl_reproduction.protocol import Outcome, run_figures
-from comfedl_reproduction.runner import Record, Run, Runner
+from comfedl_reproduction.protocol import FigureOutcome, run_figures
+from comfedl_reproduction.runner import FigureRun, Record, Runner
 
 
 class FakeRunner(Runner):
@@ -21,7 +21,7 @@ class FakeRunner(Runner):
         super().__init__(Path("nowhere"), 1)
         self.score, self.asked = score, list[tuple[str, dict[str, Any]]]()
 
-    def run(self, runs: Sequence[Run], label: str) -> dict[str, Record]:
+    def run(self, runs: Sequence[FigureRun], label: str) -> dict[str, Record]:
         self.asked += [(label, run.config.resolved()) for run in runs]
         return {run.key: self.fake_record(run.config.resolved()) for run in runs}
 
@@ -34,7 +34,7 @@ class FakeRunner(Runner):
 
 def done(
     small: Path, score: Callable[[dict[str, Any]], dict[str, float] | None], *names: str
-) -> tuple[FakeRunner, dict[str, Outcome]]:
+) -> tuple[FakeRunner, dict[str, FigureOutcome]]:
     figures: dict[str, Figure] = {name: read_figure(name, "quick") for name in ("fig2", "fig3")}
     runner = FakeRunner(score)
     return runner, run_figures([figures[name] for name in names], figures, runner)

@@ -15,7 +15,7 @@ import pytest
 
 from comfedl.utils.errors import ConfigError
 from comfedl_reproduction import reproduce
-from comfedl_reproduction.runner import Run, Runner
+from comfedl_reproduction.runner import FigureRun, Runner
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SETTINGS = {
@@ -87,17 +87,17 @@ def test_a_figure_end_to_end(small: Path, tmp_path: Path) -> None:
 
 def test_runs_with_equal_settings_are_shared(tmp_path: Path) -> None:
     spelt = {**SETTINGS, "seed": 0, "model": {"name": "logistic"}, "quorum": 0.5}
-    assert Run(SETTINGS).key == Run(spelt).key
-    assert Run(SETTINGS).key != Run({**SETTINGS, "seed": 1}).key
+    assert FigureRun(SETTINGS).key == FigureRun(spelt).key
+    assert FigureRun(SETTINGS).key != FigureRun({**SETTINGS, "seed": 1}).key
     runner = Runner(tmp_path / "runs", 1)
-    records = runner.run([Run(SETTINGS), Run(spelt)], "test")
-    assert list(records) == [Run(SETTINGS).key] and runner.done == 1
+    records = runner.run([FigureRun(SETTINGS), FigureRun(spelt)], "test")
+    assert list(records) == [FigureRun(SETTINGS).key] and runner.done == 1
 
 
 def test_an_error_in_a_run_is_raised(tmp_path: Path) -> None:
     wrong = {**SETTINGS, "data": {"name": "digits", "partition": "iid", "clients": 3, "samples": 20000}}
     with pytest.raises(Exception, match="samples"):
-        Runner(tmp_path / "runs", 1).run([Run(wrong)], "test")
+        Runner(tmp_path / "runs", 1).run([FigureRun(wrong)], "test")
 
 
 def test_invalid_arguments(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from comfedl.config.schema import parse_config, read_config, run_config
 from comfedl.tuning import run_trial as trial_module, worker_pool
 from comfedl.tuning.interrupts import InterruptGuard
 from comfedl.tuning.plan import Plan, make_plan
-from comfedl.tuning.run_trial import COMPLETE, DataCache, Outcome, Task, run_task
+from comfedl.tuning.run_trial import COMPLETE, DataCache, Task, TrialOutcome, run_task
 from comfedl.tuning.search import Tuned, tune
 from comfedl.utils.errors import ComfedlError, ConfigError, RunFolderError
 from comfedl.utils.lock import release_lock, take_lock
@@ -529,10 +529,10 @@ def test_a_kill_before_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert writes > 6
 
 
-def _quick(task: Task, data: DataCache, report: Callable[[int, float, str], bool]) -> Outcome:
+def _quick(task: Task, data: DataCache, report: Callable[[int, float, str], bool]) -> TrialOutcome:
     lr = task.settings["algorithm"]["lr"]
     report(1, lr, "")
-    return Outcome(COMPLETE, [lr])
+    return TrialOutcome(COMPLETE, [lr])
 
 
 def _survives(work: Callable[[], object], writes: int) -> bool:
@@ -798,7 +798,7 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path, monkeypatch: pytest.Mon
     """A shell ignores SIGINT for its background jobs."""
     run = run_task
 
-    def signalled(*given: Any) -> Outcome:
+    def signalled(*given: Any) -> TrialOutcome:
         os.kill(os.getpid(), signal.SIGINT)
         return run(*given)
 

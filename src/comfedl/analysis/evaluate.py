@@ -1,4 +1,4 @@
-"""Scores of a trained model per client."""
+"""ClientScores of a trained model per client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from comfedl.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Scores:
+class ClientScores:
     """One row of scores per client, and their summary over clients, with keys such as ``loss.worst``."""
 
     split: str
@@ -26,7 +26,7 @@ class Scores:
     summary: dict[str, float]
 
 
-def evaluate(run: SavedRun, split: str | None = None, data: Path | None = None) -> Scores:
+def evaluate(run: SavedRun, split: str | None = None, data: Path | None = None) -> ClientScores:
     """Score the global model on each client's data, and each client's personal model if it was saved.
 
     The data are a split of the run's own, rebuilt from its config (default: test, else validation, else train), or a
@@ -50,7 +50,7 @@ def evaluate(run: SavedRun, split: str | None = None, data: Path | None = None) 
             rows.append({"client": name, "samples": len(batch[0]), **scores})
     keys = dict.fromkeys(key for row in rows for key in row if key not in ("client", "samples"))
     columns = {key: [float(row[key]) for row in rows if key in row] for key in keys}  # type: ignore[arg-type]
-    return Scores(split, rows, summarise_columns(columns))
+    return ClientScores(split, rows, summarise_columns(columns))
 
 
 def _from_config(run: SavedRun, split: str | None) -> tuple[str, dict[str, Batch]]:

@@ -14,7 +14,7 @@ from rich.table import Table
 from comfedl.algorithms import ALGORITHMS
 from comfedl.algorithms.base import Algorithm
 from comfedl.analysis.compare import Cell, Comparison
-from comfedl.analysis.evaluate import Scores
+from comfedl.analysis.evaluate import ClientScores
 from comfedl.analysis.gamma_advice import Advice
 from comfedl.analysis.personalize import Personalized
 from comfedl.core.outer_functions import OUTERS
@@ -185,7 +185,7 @@ def _format_param(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def show_scores(scores: Scores) -> Table:
+def show_scores(scores: ClientScores) -> Table:
     """The scores per client, and their summary over clients."""
     keys = list(dict.fromkeys(key for row in scores.rows for key in row if key not in ("client", "samples")))
     table = _table(

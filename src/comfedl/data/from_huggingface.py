@@ -19,7 +19,7 @@ from comfedl.utils.errors import ConfigError, DataError
 CLIENT, SPLIT = " client", " split"  # added columns; the space avoids a clash with those of the data
 
 
-class Part(NamedTuple):
+class DatasetPart(NamedTuple):
     """A dataset of one client, or of several if ``client`` is None; of one split, or still to be split."""
 
     client: str | None
@@ -64,37 +64,38 @@ def from_huggingface(
     return _from_arrays(_column(parts, chosen[0]), labels, names, splits, shares)
 
 
-def _parts(data: Any, client: str | None) -> list[Part]:
+def _parts(data: Any, client: str | None) -> list[DatasetPart]:
     if hasattr(data, "load_partition"):  # flwr_datasets.FederatedDataset
-        found: list[Part] = []
+        found: list[DatasetPart] = []
         for split, partitioner in data.partitioners.items():
             first = data.load_partition(0, split)  # only now does the partitioner have its dataset
             names = NumberedNames(int(partitioner.num_partitions))
             name = None if len(data.partitioners) == 1 else split
             found += [
-                Part(names[i], name, first if i == 0 else data.load_partition(i, split)) for i in range(len(names))
+                DatasetPart(names[i], name, first if i == 0 else data.load_partition(i, split))
+                for i in range(len(names))
             ]
         return found
     if isinstance(data, Mapping):
         if client is not None and {*data} <= {*SPLITS}:
-            return [Part(None, split, part) for split, part in data.items()]
-        return [Part(str(name), None, part) for name, part in data.items()]
+            return [DatasetPart(None, split, part) for split, part in data.items()]
+        return [DatasetPart(str(name), None, part) for name, part in data.items()]
     if client is None:
         raise DataError('client is missing; name a column, such as client="hospital", or give a dict of datasets.')
-    return [Part(None, None, data)]
+    return [DatasetPart(None, None, data)]
 
 
-def _names(part: Part, client: str | None) -> list[str]:
+def _names(part: DatasetPart, client: str | None) -> list[str]:
     if part.client is not None:
         return [part.client] * len(part.dataset)
     return [str(name) for name in part.dataset[client]]
 
 
-def _column(parts: Sequence[Part], name: str) -> list[Any]:
+def _column(parts: Sequence[DatasetPart], name: str) -> list[Any]:
     return [value for part in parts for value in part.dataset[name]]
 
 
-def _first_sample(parts: Sequence[Part], names: Sequence[str]) -> list[Any]:
+def _first_sample(parts: Sequence[DatasetPart], names: Sequence[str]) -> list[Any]:
     sample = parts[0].dataset[0]
     return [sample[name] for name in names]
 
@@ -105,7 +106,7 @@ def _object_array(values: Sequence[Any]) -> np.ndarray:
     return column
 
 
-def _labels(parts: Sequence[Part], y: str) -> list[Any]:
+def _labels(parts: Sequence[DatasetPart], y: str) -> list[Any]:
     """The values of y; those of a ClassLabel as names."""
     names = getattr(parts[0].dataset.features.get(y), "names", None)
     return _column(parts, y) if names is None else [names[value] for value in _column(parts, y)]

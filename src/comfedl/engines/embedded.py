@@ -20,7 +20,7 @@ from comfedl.engines.client_states import ClientStates
 from comfedl.engines.kernels import accelerate
 from comfedl.engines.replies import (
     LocalReplies,
-    Part,
+    ReplyPart,
     StackedReplies,
     drop_undefined_scores,
     expand_tree,
@@ -141,7 +141,7 @@ class Embedded(Engine):
                     self._states.put(batches.clients[ks].tolist(), outcome.state)
             return outcome._replace(state=None)
 
-        parts: list[Part] = []
+        parts: list[ReplyPart] = []
         failed: dict[int, Diverged] = {}  # by the client's position among those asked
         with _torch_threads(self._bytes, self._threads.workers > 1 and len(chunks) > 1):
             outcomes = self._threads.run(step, outcome_of, chunks)
@@ -149,7 +149,9 @@ class Embedded(Engine):
             who: list[int] = batches.clients[ks].tolist()
             required = outcome._replace(reply=required_parts(outcome.reply))
             failed |= self._find_diverged(round, ks.tolist(), who, required)
-            parts += drop_undefined_scores(Part(who, outcome.reply, finite=True))  # finite, or ``failed`` ends the run
+            parts += drop_undefined_scores(
+                ReplyPart(who, outcome.reply, finite=True)
+            )  # finite, or ``failed`` ends the run
             if outcome.scratch is not None:
                 _store_scratch(self._scratch, who, outcome.scratch)
         if failed:
@@ -157,7 +159,7 @@ class Embedded(Engine):
         if all(len(part.clients) == 1 for part in parts):
             replies = {part.clients[0]: part.reply for part in parts}
             return LocalReplies(clients, [replies[i] for i in clients])
-        stacked = [p if len(p.clients) > 1 else Part(p.clients, stack_trees([p.reply])) for p in parts]
+        stacked = [p if len(p.clients) > 1 else ReplyPart(p.clients, stack_trees([p.reply])) for p in parts]
         return StackedReplies(clients, stacked)
 
     def _copy_learners(self) -> None:

@@ -65,7 +65,7 @@ class LocalReplies(Replies):
         return sum(tree.nbytes(reply) for reply in self._replies)
 
 
-class Part(NamedTuple):
+class ReplyPart(NamedTuple):
     """Stacked replies, with the clients as first dimension; ``finite`` if all values are known to be finite."""
 
     clients: Sequence[int]
@@ -80,7 +80,7 @@ def required_parts(reply: dict[str, Tree]) -> dict[str, Tree]:
     return {**reply, "scores": {name: score for name, score in reply["scores"].items() if not undefinable(name)}}
 
 
-def drop_undefined_scores(part: Part) -> list[Part]:
+def drop_undefined_scores(part: ReplyPart) -> list[ReplyPart]:
     """The replies without undefined (NaN or infinite) scores, in one part per set of scores."""
     scores = part.reply.get("scores", {})
     gaps = {name: ~score.isfinite() for name, score in scores.items() if undefinable(name) and score.ndim}
@@ -95,14 +95,14 @@ def drop_undefined_scores(part: Part) -> list[Part]:
         reply = {**part.reply, "scores": {name: score for name, score in scores.items() if name not in missing}}
         rows = places if len(places) > 1 else places[0]
         own = tree.map(lambda leaf, rows=rows: leaf[rows], reply)
-        found.append(Part([part.clients[k] for k in places], own, part.finite))
+        found.append(ReplyPart([part.clients[k] for k in places], own, part.finite))
     return found
 
 
 class StackedReplies(Replies):
     """Replies in stacked parts; each client is in exactly one, even if its reply counts several times."""
 
-    def __init__(self, clients: Sequence[int], parts: Sequence[Part]) -> None:
+    def __init__(self, clients: Sequence[int], parts: Sequence[ReplyPart]) -> None:
         self.clients, self._parts = clients, parts
         self._lengths = [len(part.clients) for part in parts]
         stored = [client for part in parts for client in part.clients]

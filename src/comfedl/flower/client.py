@@ -22,7 +22,7 @@ from comfedl.engines.embedded import Embedded, LocalReplies
 from comfedl.flower import serialization
 from comfedl.training.personal_models import file_name
 from comfedl.utils import tree
-from comfedl.utils.errors import ConfigError, Diverged
+from comfedl.utils.errors import ConfigError, Diverged, MalformedMessage
 from comfedl.utils.files import write_atomic
 from comfedl.utils.tree import Tree
 
@@ -95,7 +95,7 @@ def _run_step(
 ) -> tuple[Tree, dict[str, Any]]:
     step, round, use, version = str(request["step"]), int(request["round"]), request["use"], str(request["version"])
     if step in LOCAL_STEPS:
-        raise serialization.MalformedMessage(f"the result of step {step!r} must not leave the site")
+        raise MalformedMessage(f"the result of step {step!r} must not leave the site")
     notes: dict[str, Any] = {}
     before = None if use is None else store.read(use)
     if use is not None and before is None:
@@ -126,6 +126,6 @@ def _equal(one: Tree, other: Tree) -> bool:
 
 def public_message(error: BaseException) -> str:
     """What the server may learn about an error: its type, and messages by comfedl; others may quote data."""
-    if isinstance(error, ConfigError | serialization.MalformedMessage):
+    if isinstance(error, ConfigError | MalformedMessage):
         return f"{type(error).__name__}: {error}"
     return f"{type(error).__name__} (see the site's log)"

@@ -20,7 +20,7 @@ from comfedl.flower.client import LOCAL_STEPS
 from comfedl.flower.messaging import Answer, exchange
 from comfedl.flower.registry import SiteRegistry
 from comfedl.training.checkpoint import KEPT
-from comfedl.utils.errors import ConfigError, Diverged
+from comfedl.utils.errors import ConfigError, Diverged, MalformedMessage
 from comfedl.utils.tree import Tree
 
 logger = logging.getLogger("comfedl")
@@ -203,7 +203,7 @@ class Sites(Engine):
         for request, part in zip(requests, parts, strict=True):
             try:
                 self._accept_part(client, request, part, tensors)
-            except (serialization.MalformedMessage, KeyError, TypeError, ValueError) as error:
+            except (MalformedMessage, KeyError, TypeError, ValueError) as error:
                 request.absent[client] = f"its reply is refused: {error}"
 
     def _accept_part(
@@ -219,7 +219,7 @@ class Sites(Engine):
         else:
             reply = serialization.unpack(part["reply"], tensors)
             if not isinstance(reply, dict):
-                raise serialization.MalformedMessage("it is not a dict")
+                raise MalformedMessage("it is not a dict")
             request.replies[client] = reply
             if part.get("kept") == _name(request.version):
                 self._versions[client] = request.version

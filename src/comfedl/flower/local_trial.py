@@ -18,26 +18,25 @@ from torch import Tensor
 
 from comfedl.config.schema import Config, FlowerTable
 from comfedl.data.federated import FederatedData
-from comfedl.flower.processes import DaemonError
 from comfedl.flower.scaffold import write_app
 from comfedl.flower.server import ATTENDANCE, settings_at_sites
 from comfedl.flower.superlink import Network
 from comfedl.training.run_folder import check_free
-from comfedl.utils.errors import ComfedlError, ConfigError
+from comfedl.utils.errors import ConfigError, DaemonError, LocalTrialError
 from comfedl.utils.process_pool import sigterm_as_interrupt
 from comfedl.utils.toml import to_toml
 
 STATES, LOG = "sites", "flower.log"  # in the run's folder: the clients' states, and the server's log
 CLIENT = """\
 from comfedl.flower import client_app
-from comfedl.flower.local_trial import load_site
+from comfedl.flower.local_trial import (load_site)
 
 app = client_app(load_site)
 """
 SERVER = "from comfedl.flower import server_app\n\napp = server_app()\n"
 
 
-class Trial(Network):
+class LocalTrial(Network):
     """The network of a config: one site per client, with a file that holds only this client's data."""
 
     def __init__(self, config: Config, sites: int | None, folder: Path, out: Path, client: str = CLIENT) -> None:
@@ -90,11 +89,7 @@ class Trial(Network):
         poll()
         outcome = json.loads(report.read_text("utf-8"))
         if "error" in outcome:
-            raise TrialError(outcome["error"])
-
-
-class TrialError(ComfedlError, RuntimeError):
-    """An error raised by the server of a trial."""
+            raise LocalTrialError(outcome["error"])
 
 
 def run_local(
@@ -108,7 +103,7 @@ def run_local(
     """Run a config over sites on this machine and stop all processes at the end; ``tell`` receives progress lines."""
     check_free(out, force, resume)
     with tempfile.TemporaryDirectory(prefix="comfedl-flower-") as scratch, sigterm_as_interrupt():
-        trial = Trial(config, sites, Path(scratch), out)
+        trial = LocalTrial(config, sites, Path(scratch), out)
         attendance = _attendance_lines(trial.out / ATTENDANCE, config.rounds, resume, tell)
         try:
             with trial.daemons:

@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from comfedl.flower import serialization
+from comfedl.utils.errors import MalformedMessage
 
 FIRST_POLL, SLOWEST_POLL = 0.2, 1.0  # seconds between polls for replies; Flower's own loop waits three
 
@@ -56,5 +57,5 @@ def _answer(reply: Message) -> Answer | str:
         return REASONS.get(code, f"Flower reports error {code}" + (f" ({lines[-1][:200]})" if lines else ""))
     try:
         return serialization.decode(reply.content)
-    except serialization.MalformedMessage as error:
+    except MalformedMessage as error:
         return f"its reply is refused: {error}"

@@ -18,14 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from comfedl.utils.errors import ComfedlError
+from comfedl.utils.errors import DaemonError
 
 TAG = "COMFEDL_TRIAL"  # inherited by everything that these processes start
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-
-
-class DaemonError(ComfedlError, RuntimeError):
-    """A Flower process failed to start or ended too early."""
 
 
 class Daemons:

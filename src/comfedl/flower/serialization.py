@@ -13,14 +13,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from safetensors.torch import load, save
 from torch import Tensor
 
-from comfedl.utils.errors import ComfedlError
+from comfedl.utils.errors import MalformedMessage
 from comfedl.utils.tree import Tree
 
 TENSORS, TEXT, KIND = "tensors", "text", "safetensors"
-
-
-class MalformedMessage(ComfedlError, ValueError):
-    """A message that does not have the format of this module."""
 
 
 class TensorPacker:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from comfedl.flower.certs import make_certs
-from comfedl.flower.processes import DaemonError, Daemons, free_ports, listening
+from comfedl.flower.processes import Daemons, free_ports, listening
+from comfedl.utils.errors import DaemonError
 
 START_TIMEOUT = 600.0  # seconds for the SuperLink to start, and for flwr to answer
 

@@ -11,7 +11,7 @@ import signal
 import types
 from collections.abc import Iterator
 
-from comfedl.tuning.run_trial import Outcome, Task
+from comfedl.tuning.run_trial import Task, TrialOutcome
 from comfedl.tuning.worker_pool import TrialSource
 from comfedl.utils import signals
 
@@ -70,7 +70,7 @@ class GuardedStudy:
         with self._guarded():
             return self._study.report(task, step, value, status)
 
-    def tell(self, task: Task, outcome: Outcome) -> None:
+    def tell(self, task: Task, outcome: TrialOutcome) -> None:
         with self._guarded():
             self._study.tell(task, outcome)
 

@@ -16,7 +16,7 @@ from comfedl.data.federated import FederatedData
 from comfedl.training.callbacks import Callback
 from comfedl.training.progress import seen
 from comfedl.tuning.plan import STATISTICS
-from comfedl.utils.errors import ComfedlError, ConfigError, Diverged, QuorumError
+from comfedl.utils.errors import ComfedlError, Diverged, MetricMissing, QuorumError
 from comfedl.utils.toml import to_toml
 
 # (step, value, status line of the clients) -> whether to prune the trial.
@@ -38,7 +38,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """How a trial ended: its state, the metric for each seed, and the reason if it did not complete."""
 
     state: str
@@ -57,10 +57,6 @@ class FinishedTrial:
     params: Mapping[str, Any]
     seconds: float | None
     reason: str
-
-
-class MetricMissing(ConfigError):
-    """The run does not record this metric, so no other trial will."""
 
 
 class _Pruned(Exception):
@@ -110,7 +106,7 @@ class _MetricReporter(Callback):
             raise _Pruned
 
 
-def run_task(task: Task, data: DataCache, report: Report) -> Outcome:
+def run_task(task: Task, data: DataCache, report: Report) -> TrialOutcome:
     """Run a trial; an error caused by its hyper-parameters is an outcome and is not raised."""
     curves: list[dict[int, float]] = []
     try:
@@ -122,14 +118,14 @@ def run_task(task: Task, data: DataCache, report: Report) -> Outcome:
             run_config(config, callbacks=[reporter], fed=fed)
             curves.append(reporter.curve)
     except _Pruned:
-        return Outcome(PRUNED)
+        return TrialOutcome(PRUNED)
     except (Diverged, QuorumError, _ClientsMissing) as error:
-        return Outcome(DIVERGED, reason=str(error))
+        return TrialOutcome(DIVERGED, reason=str(error))
     except MetricMissing:
         raise
     except ComfedlError as error:
-        return Outcome(FAILED, reason=str(error))
-    return Outcome(COMPLETE, [list(curve.values())[-1] for curve in curves])
+        return TrialOutcome(FAILED, reason=str(error))
+    return TrialOutcome(COMPLETE, [list(curve.values())[-1] for curve in curves])
 
 
 def _without_test(fed: FederatedData) -> FederatedData:

@@ -22,7 +22,7 @@ from sqlalchemy import event
 
 from comfedl.tuning.plan import Plan
 from comfedl.tuning.progress import SearchProgress
-from comfedl.tuning.run_trial import COMPLETE, DIVERGED, FAILED, INTERRUPTED, PRUNED, FinishedTrial, Outcome, Task
+from comfedl.tuning.run_trial import COMPLETE, DIVERGED, FAILED, INTERRUPTED, PRUNED, FinishedTrial, Task, TrialOutcome
 from comfedl.tuning.space import Choices, Range
 from comfedl.utils import rng
 from comfedl.utils.errors import RunFolderError
@@ -127,7 +127,7 @@ class Study:
         self._progress.step_done(task.number, step, status)
         return step < self._plan.steps and trial.should_prune()
 
-    def tell(self, task: Task, outcome: Outcome) -> None:
+    def tell(self, task: Task, outcome: TrialOutcome) -> None:
         """Store a trial's outcome."""
         trial = self._running.pop(task.number)
         trial.set_user_attr("ended", outcome.state)

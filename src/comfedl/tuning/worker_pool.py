@@ -14,8 +14,9 @@ from typing import Protocol
 
 import torch
 
-from comfedl.tuning.run_trial import DataCache, MetricMissing, Outcome, Task, run_task
-from comfedl.utils.process_pool import SPAWN, WorkerDied, init_worker
+from comfedl.tuning.run_trial import DataCache, Task, TrialOutcome, run_task
+from comfedl.utils.errors import MetricMissing, WorkerDied
+from comfedl.utils.process_pool import SPAWN, init_worker
 
 READY = "ready"
 
@@ -29,7 +30,7 @@ class TrialSource(Protocol):
 
     def report(self, task: Task, step: int, value: float, status: str) -> bool: ...
 
-    def tell(self, task: Task, outcome: Outcome) -> None: ...
+    def tell(self, task: Task, outcome: TrialOutcome) -> None: ...
 
 
 def run_sequentially(study: TrialSource, data: DataCache) -> None:
@@ -96,7 +97,7 @@ class _Worker:
         if isinstance(message, Exception):
             raise message
         self._ready = True
-        if self._task is not None and isinstance(message, Outcome):
+        if self._task is not None and isinstance(message, TrialOutcome):
             study.tell(self._task, message)
             self._task = None
 
@@ -121,7 +122,7 @@ def _blocked(number: int) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class TrialError(RuntimeError):
+class WorkerError(RuntimeError):
     """An unexpected error in a worker, with its traceback."""
 
 
@@ -142,4 +143,4 @@ def _work(connection: Connection, threads: int) -> None:
         except MetricMissing as error:
             connection.send(error)
         except Exception:
-            connection.send(TrialError(f"A trial raised an error:\n{traceback.format_exc()}"))
+            connection.send(WorkerError(f"A trial raised an error:\n{traceback.format_exc()}"))

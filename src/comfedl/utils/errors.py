@@ -56,6 +56,33 @@ class QuorumError(ComfedlError, RuntimeError):
     """Too few replies of a round could be used."""
 
 
+class MetricMissing(ConfigError):
+    """The run does not record this metric, so no other trial will."""
+
+
+class LocalTrialError(ComfedlError, RuntimeError):
+    """An error raised by the server of a trial."""
+
+
+class MalformedMessage(ComfedlError, ValueError):
+    """A message that does not have the format of this module."""
+
+
+class DaemonError(ComfedlError, RuntimeError):
+    """A Flower process failed to start or ended too early."""
+
+
+class WorkerDied(ComfedlError):
+    """A worker process ended before its work was done."""
+
+    def __init__(self, exit_code: int | None = None) -> None:
+        code = "" if exit_code is None else f" (exit code {exit_code})"
+        super().__init__(
+            f"A worker process ended unexpectedly{code}, perhaps because memory ran out; finished work is kept, so run "
+            "the same command again with fewer --jobs."
+        )
+
+
 class BadReply(UserWarning):
     """A client's reply was refused."""
 

@@ -14,20 +14,9 @@ from typing import Any
 
 import torch
 
-from comfedl.utils.errors import ComfedlError
+from comfedl.utils.errors import WorkerDied
 
 SPAWN = multiprocessing.get_context("spawn")  # forking a process that has threads, as torch does, may deadlock
-
-
-class WorkerDied(ComfedlError):
-    """A worker process ended before its work was done."""
-
-    def __init__(self, exit_code: int | None = None) -> None:
-        code = "" if exit_code is None else f" (exit code {exit_code})"
-        super().__init__(
-            f"A worker process ended unexpectedly{code}, perhaps because memory ran out; finished work is kept, so run "
-            "the same command again with fewer --jobs."
-        )
 
 
 def init_worker(threads: int, ignore_ctrl_c: bool = True) -> None:
