@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from comfedl.core.client_statistics import Row, summarise_columns
-from comfedl.engines.replies import LocalReplies, Part, StackedReplies
+from comfedl.engines.replies import LocalReplies, ReplyPart, StackedReplies
 from comfedl.training.client_records import ClientRows, Evaluation, few_as_list
 from helpers.handmade import summarise_clients
 
@@ -81,7 +81,7 @@ def test_scores_of_stacked_replies_are_those_of_single_ones() -> None:
 
     parts = [((4, 1), KINDS[1]), ((0,), KINDS[0]), ((3, 2), KINDS[1])]
     stacked = [
-        Part(who, {"scores": {name: torch.tensor([number(i, name) for i in who]) for name in names}})
+        ReplyPart(who, {"scores": {name: torch.tensor([number(i, name) for i in who]) for name in names}})
         for who, names in parts
     ]
     clients = [0, 1, 2, 3, 4, 1]
