@@ -20,6 +20,7 @@ import torch
 from benchmarks.peers.loops import lean_round, loop_round
 from benchmarks.peers.ours import federated, method
 from benchmarks.workloads import WORKS, Work, build
+from comfedl.algorithms.base import Algorithm
 from comfedl.algorithms.context import RoundContext
 from comfedl.core.learner import Learner, Model
 from comfedl.engines import make_engine
@@ -28,17 +29,19 @@ from comfedl.models.losses import LOSSES
 TURN = 0.5  # target CPU seconds per turn
 
 
-def ours(work: Work, vectorize: str) -> Callable[[], None]:
-    """A round of the method on comfedl's engine."""
-    algorithm, module, numbers = method(work), build(work), count(1)
+def ours(work: Work, vectorize: str, algorithm: Algorithm | None = None) -> Callable[[], None]:
+    """A round on comfedl's engine, by default of the workload's method."""
+    algorithm, module, numbers = algorithm or method(work), build(work), count(1)
     model = Model(params={name: part.detach() for name, part in module.named_parameters()}, buffers={})
-    learner, state = Learner(module, *LOSSES["cross_entropy"]), algorithm.client_state(model)
+    learner, state = Learner(module, *LOSSES["cross_entropy"]), algorithm.initial_client_state(model)
     engine = make_engine("embedded", federated(work), learner, algorithm.steps(), 0, state, {"vectorize": vectorize})
-    server = algorithm.init(model, work.clients)
+    server = algorithm.initial_state(model, work.clients)
 
     def round() -> None:
         nonlocal server
-        server, _ = algorithm.round(server, RoundContext(next(numbers), 0, work.clients, engine))
+        context = RoundContext(next(numbers), 0, work.clients, engine)
+        server, _ = algorithm.at_round(context.number).round(server, context)
+        engine.commit_round()
 
     return round
 

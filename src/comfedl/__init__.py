@@ -20,10 +20,13 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
     from comfedl.algorithms.drfa import DRFA as DRFA
     from comfedl.algorithms.fedavg import FedAvg as FedAvg
     from comfedl.algorithms.fedmaml import FedMAML as FedMAML
+    from comfedl.algorithms.fedprox import FedProx as FedProx
     from comfedl.algorithms.qfedavg import QFedAvg as QFedAvg
+    from comfedl.algorithms.scaffold import Scaffold as Scaffold
     from comfedl.algorithms.term import TERM as TERM
     from comfedl.algorithms.trmaml import TRMAML as TRMAML
     from comfedl.analysis.load_run import load_run as load_run
+    from comfedl.core import optim as optim, schedule as schedule
     from comfedl.core.objectives import Adapt as Adapt, Composition as Composition
     from comfedl.core.outer_functions import (
         KL as KL,
@@ -70,6 +73,7 @@ _HOMES = {
     "Exp": "comfedl.core.outer_functions",
     "FedAvg": "comfedl.algorithms.fedavg",
     "FedMAML": "comfedl.algorithms.fedmaml",
+    "FedProx": "comfedl.algorithms.fedprox",
     "FederatedData": "comfedl.data.federated",
     "Identity": "comfedl.core.outer_functions",
     "KL": "comfedl.core.outer_functions",
@@ -78,6 +82,7 @@ _HOMES = {
     "QuorumError": "comfedl.utils.errors",
     "Result": "comfedl.training.result",
     "RunFolderError": "comfedl.utils.errors",
+    "Scaffold": "comfedl.algorithms.scaffold",
     "TERM": "comfedl.algorithms.term",
     "TRMAML": "comfedl.algorithms.trmaml",
     "Tilt": "comfedl.core.outer_functions",
@@ -85,7 +90,9 @@ _HOMES = {
     "load": "comfedl.data",
     "load_run": "comfedl.analysis.load_run",
     "models": "comfedl.models",
+    "optim": "comfedl.core",
     "partition": "comfedl.data",
+    "schedule": "comfedl.core",
 }
 __all__ = [*_HOMES]
 

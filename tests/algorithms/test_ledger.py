@@ -43,6 +43,7 @@ TABLE: list[tuple[Algorithm, Count]] = [
     (cf.FedMAML(0.1, "first", **COMMON), lambda m: (m * d, m * d, 0)),
     (cf.FedMAML(0.1, "hessian-free", **COMMON), lambda m: (m * d, m * d, 0)),
     (cf.TRMAML(0.1, **COMMON), lambda m: (m * d, m * (d + 1), 0)),
+    (cf.FedProx(**COMMON), lambda m: (m * d, m * d, 0)),
     (cf.Ditto(**COMMON), lambda m: (m * d, m * d, 0)),
     (cf.DAMAML(0.1, **COMMON), lambda m: (m * d, m * (d + 1), 0)),
     (cf.DAMAML(0.1, 4.0, outer="exp", **COMMON), lambda m: (m * d, m * d, 0)),
@@ -89,8 +90,19 @@ def test_drfa_moves_twice_what_fedavg_moves(m: int) -> None:
     assert sum(drfa.values()) == 2 * sum(plain.values()) + ROUNDS * m * (8 + 4)
 
 
+@pytest.mark.parametrize("m", [2, N])
+def test_scaffold_sends_a_control_variate_beside_each_model(m: int) -> None:
+    """Twice FedAvg's floats; control variates have no buffers."""
+    result = run(cf.Scaffold(**COMMON), ROUNDS, clients_per_round=m)
+    assert result.traffic == {"down_bytes": 8 * ROUNDS * m * 2 * d, "up_bytes": 8 * ROUNDS * m * 2 * d}
+    normed = Normed(dtype=torch.float32)
+    floats = sum(part.numel() for part in normed.parameters())
+    traffic = cf.fit(normed, batchable(), cf.Scaffold(**COMMON), ROUNDS, clients_per_round=m).traffic
+    assert set(traffic.values()) == {ROUNDS * m * (4 * (2 * floats + 2 * 6) + 8)}
+
+
 def test_every_method_is_in_the_tables_above() -> None:
-    assert {type(method) for method, _ in TABLE} | {cf.AFL, cf.DeltaFL} == {*ALGORITHMS.values()}
+    assert {type(method) for method, _ in TABLE} | {cf.AFL, cf.DeltaFL, cf.Scaffold} == {*ALGORITHMS.values()}
 
 
 @pytest.mark.parametrize(("method", "count"), TABLE, ids=name_of)

@@ -102,6 +102,27 @@ CASES |= {
     "trimmed": (net, cf.FedAvg(aggregate="trimmed-mean", trim=0.3, clip_update_norm=0.1, **COMMON), F64, {}),
     "median": (net, cf.DRFA(0.05, aggregate="geometric-median", **COMMON), F64, {"clients_per_round": 4}),
     "a bad reply": (net, Odd(lr=0.05, batch_size=None), F64, {"rounds": 5}),
+    "kept Adam": (
+        net,
+        cf.FedAvg(client_optimizer=cf.optim.Adam(keep_state=True), clip_grad_norm=0.5, **COMMON),
+        F64,
+        {"clients_per_round": 3},
+    ),
+    "momentum on both sides": (
+        net,
+        cf.ComFedL(
+            outer=cf.KL(0.3),
+            client_optimizer=cf.optim.SGD(momentum=0.9, weight_decay=0.01),
+            server_optimizer=cf.optim.SGD(momentum=0.9),
+            lr_schedule=cf.schedule.Cosine(6),
+            **COMMON,
+        ),
+        F64,
+        {"clients_per_round": 3},
+    ),
+    "server Adam": (with_buffers, cf.FedProx(mu=0.5, server_optimizer=cf.optim.Adam(lr=0.05), **COMMON), F64, {}),
+    "SCAFFOLD": (net, cf.Scaffold(**COMMON), F64, {"clients_per_round": 3}),
+    "SCAFFOLD, buffers": (with_buffers, cf.Scaffold(**COMMON), F64, {"clients_per_round": 3}),
     "a sample of clients": (net, cf.FedAvg(**COMMON), F64, {"eval_clients": 3, "eval_every": 2}),
 }
 

@@ -52,6 +52,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "damaml": {"name": "comfedl-damaml"},
     "ditto": {"name": "ditto"},
     "delta-fl": {"name": "delta-fl"},
+    "scaffold": {"name": "scaffold", "lr_schedule": {"name": "step", "every": 2, "factor": 0.5}},
+    "fedprox": {"name": "fedprox", "mu": 0.5, "server_optimizer": {"name": "adam", "lr": 0.05}},
+    "kept adam": {"name": "fedavg", "lr": 0.01, "client_optimizer": {"name": "adam", "keep_state": True}},
+    "momentum": {
+        "name": "comfedl",
+        "outer": {"name": "kl", "gamma": 0.2},
+        "client_optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.01},
+        "server_optimizer": {"name": "sgd", "momentum": 0.9},
+        "clip_grad_norm": 0.5,
+    },
 }
 
 

@@ -66,10 +66,20 @@ METHODS = [
     cf.DeltaFL(0.4, lr=0.05, batch_size=4),
     cf.AFL(0.05, lr=0.05, batch_size=4),
     cf.TRMAML(0.05, 0.05, lr=0.05, batch_size=4),
+    cf.Scaffold(lr=0.05, batch_size=4, lr_schedule=cf.schedule.Cosine(20)),
+    cf.FedAvg(lr=0.01, batch_size=4, client_optimizer=cf.optim.Adam(keep_state=True)),
+    cf.Ditto(lr=0.01, batch_size=4, client_optimizer=cf.optim.SGD(momentum=0.9, keep_state=True)),
+    cf.FedAvg(lr=0.05, batch_size=4, server_optimizer=cf.optim.Yogi(lr=0.05)),
+    cf.FedAvg(lr=0.05, batch_size=4, server_optimizer=cf.optim.SGD(momentum=0.9)),
 ]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def name_of(method: cf.FedAvg) -> str:
+    used = (method.client_optimizer, method.server_optimizer)
+    return " ".join([method.name, *(optimizer.name for optimizer in used if optimizer is not None)])
+
+
+@pytest.mark.parametrize("method", METHODS, ids=name_of)
 def test_a_stopped_run_goes_on_to_the_bit(three_clients: cf.FederatedData, tmp_path: Path, method: Any) -> None:
     options = {"clients_per_round": None} if isinstance(method, cf.AFL) else {}
     whole = run(three_clients, tmp_path / "whole", method, **options)

@@ -11,11 +11,27 @@ from comfedl.algorithms.ditto import Ditto
 from comfedl.algorithms.drfa import DRFA
 from comfedl.algorithms.fedavg import FedAvg
 from comfedl.algorithms.fedmaml import FedMAML
+from comfedl.algorithms.fedprox import FedProx
 from comfedl.algorithms.qfedavg import QFedAvg
+from comfedl.algorithms.scaffold import Scaffold
 from comfedl.algorithms.term import TERM
 from comfedl.algorithms.trmaml import TRMAML
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     method.name: method
-    for method in (FedAvg, ComFedL, DAMAML, DRFA, AFL, QFedAvg, FedMAML, TRMAML, Ditto, TERM, DeltaFL)
+    for method in (
+        FedAvg,
+        ComFedL,
+        DAMAML,
+        DRFA,
+        AFL,
+        QFedAvg,
+        FedMAML,
+        TRMAML,
+        Ditto,
+        TERM,
+        DeltaFL,
+        FedProx,
+        Scaffold,
+    )
 }

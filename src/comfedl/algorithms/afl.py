@@ -84,6 +84,8 @@ class AFL(Algorithm):
         return {**super().reply(), "loss": NUMBER}
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        trained = self.descend(learner, message["model"], batches)
+        trained = self.descend(learner, message["model"], batches, state=state)
         # The first step's loss is at the received model: w and lambda move from the same point, on the same batch.
-        return Outcome({"model": trained.model, "loss": trained.watched["loss"][0]}, watched=trained.watched)
+        return Outcome(
+            {"model": trained.model, "loss": trained.watched["loss"][0]}, self.kept(trained), trained.watched
+        )

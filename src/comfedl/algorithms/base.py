@@ -5,35 +5,41 @@ An algorithm does not depend on the engine. Its server state is a tree of tensor
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.core import optim, schedule
 from comfedl.core.learner import Batch, Learner, Model, Params, Slope
 from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
-from comfedl.core.optimizers import SGD, Optimizer
+from comfedl.core.optim import SGD, Adagrad, Adam, AdamW, ClientOptimizer, Yogi
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.core.robust_aggregation import RULES, robust_mean
 from comfedl.utils import checks, tree
-from comfedl.utils.errors import Diverged
+from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.tree import Tree
 
 State = dict[str, Tree]
 # The held-out splits, and the outer data for each.
 HELD_OUT = {Data.VALIDATION: Data.OUTER_OF_VALIDATION, Data.TEST: Data.OUTER_OF_TEST}
 PLAIN = SGD()
+# The optimisers' places in the server's and in a client's state.
+SERVER_OPTIMIZER, OPTIMIZER = "server optimizer", "optimizer"
 
 
 class Descent(NamedTuple):
-    """The result of local training: the model, and the loss and weight of every step."""
+    """The result of local training: the model, the loss and weight of every step, and the optimiser's state."""
 
     model: Model
     watched: dict[str, Tensor]
+    memory: Tree
 
 
 def descend(
@@ -45,19 +51,29 @@ def descend(
     slope: Slope | None = None,
     hessian_batches: Sequence[Batch | None] | None = None,
     anchor: tuple[float, Params] | None = None,
-    optimizer: Optimizer = PLAIN,
+    *,
+    correction: Params | None = None,
+    clip: Callable[[Params], Params] | None = None,
+    optimizer: ClientOptimizer = PLAIN,
+    memory: Tree = None,
 ) -> Descent:
     """Local training, one gradient step per batch: lines 7 to 14 of Algorithm 1, the local loop of every method.
 
-    ``anchor`` is a pair (lam, w) that adds ``lam / 2 * ||params - w||^2`` to the objective.
+    Args:
+        anchor: a pair (lam, w) that adds ``lam / 2 * ||params - w||^2`` to the objective.
+        correction: a direction that is added to every gradient (SCAFFOLD).
+        clip: a function that shortens a gradient, with all of the above in it.
+        memory: the optimiser's state to start from; None is a fresh one.
     """
-    if isinstance(objective, LocalLoss) and slope is None and anchor is None and optimizer is PLAIN:
-        fused = objective.learner.descend(model, batches, lr)
+    # A state that is passed in may be stored elsewhere, and optimisers overwrite theirs.
+    memory = optimizer.init(model["params"]) if memory is None else tree.map(torch.clone, memory)
+    if isinstance(objective, LocalLoss) and slope is None and anchor is None and correction is None and clip is None:
+        fused = objective.learner.descend(model, batches, lr, optimizer, memory)
         if fused is not None:
-            params, each_loss = fused
+            params, each_loss, memory = fused
             watched = {"loss": each_loss, "weight": torch.ones_like(each_loss)}
-            return Descent(Model(params=params, buffers=model["buffers"]), watched)
-    losses, weights, state = [], [], optimizer.init(model["params"])
+            return Descent(Model(params=params, buffers=model["buffers"]), watched, memory)
+    losses, weights = [], []
     for t in range(len(batches)):  # by index: a loop variable would keep the batch's memory from being reused
         hessian_batch = hessian_batches[t] if hessian_batches else None
         found = gradient(objective, model, batches[t], outer_batches[t], slope or torch.ones_like, hessian_batch)
@@ -65,12 +81,16 @@ def descend(
         if anchor is not None:
             lam, centre = anchor
             direction = tree.map(lambda u, v, w, lam=lam: u + lam * (v - w), direction, model["params"], centre)
+        if correction is not None:
+            direction = tree.map(torch.add, direction, correction)
+        if clip is not None:
+            direction = clip(direction)
         # After the first step the parameters are this loop's own, and may be overwritten.
-        params, state = optimizer.step(model["params"], direction, state, lr, in_place=t > 0)
+        params, memory = optimizer.step(model["params"], direction, memory, lr, in_place=t > 0)
         model = Model(params=params, buffers=found.buffers)
         losses.append(found.value)
         weights.append(found.weight)
-    return Descent(model, {"loss": torch.stack(losses), "weight": torch.stack(weights)})
+    return Descent(model, {"loss": torch.stack(losses), "weight": torch.stack(weights)}, memory)
 
 
 def weighted_average(model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
@@ -114,6 +134,12 @@ class Algorithm(ABC):
         trim: the fraction of the weight that "trimmed-mean" drops at either end.
         personal_steps: local steps from the global model to a client's personal one; None is 1, or the number of
             adaptation steps of a meta-learning method. They are taken in evaluation, and never sent.
+        client_optimizer: the optimiser of local training, such as ``optim.SGD(momentum=0.9)`` or ``optim.Adam()``; None
+            is plain SGD. Its step size is ``lr`` times the schedule.
+        server_optimizer: the optimiser that applies the aggregated update, such as ``optim.SGD(momentum=0.9)``
+            (FedAvgM) or ``optim.Yogi(lr=0.01)``; None adds it to the model.
+        lr_schedule: a factor of ``lr`` by round, such as ``schedule.Cosine(rounds=200)``, or any function of the round.
+        clip_grad_norm: the largest norm of a local gradient; longer ones are scaled down. None is no limit.
     """
 
     lr: float = 0.1
@@ -124,6 +150,10 @@ class Algorithm(ABC):
     clip_update_norm: float | None = None
     aggregate: str = "mean"
     trim: float = 0.1
+    client_optimizer: SGD | Adam | AdamW | None = None
+    server_optimizer: SGD | Adam | Yogi | Adagrad | None = None
+    lr_schedule: schedule.Schedule | None = None
+    clip_grad_norm: float | None = None
 
     name: ClassVar[str]
     """The method's name in a config."""
@@ -153,8 +183,15 @@ class Algorithm(ABC):
         for name, least in (("batch_size", 1), ("loss_samples", 1), ("personal_steps", 0)):
             if getattr(self, name) is not None:
                 checks.at_least(name, getattr(self, name), least)
-        if self.clip_update_norm is not None:
-            checks.positive("clip_update_norm", self.clip_update_norm)
+        for name in ("clip_update_norm", "clip_grad_norm"):
+            if getattr(self, name) is not None:
+                checks.positive(name, getattr(self, name))
+        if self.client_optimizer is not None:
+            optim.check_client(self.client_optimizer)
+        if self.server_optimizer is not None:
+            optim.check_server(self.server_optimizer)
+        if self.lr_schedule is not None:
+            schedule.check_schedule("lr_schedule", self.lr_schedule)
         checks.one_of("aggregate", self.aggregate, RULES)
         checks.between("trim", self.trim, 0, 0.5)
 
@@ -163,9 +200,37 @@ class Algorithm(ABC):
     def check(self, clients: int, participants: int) -> None:  # noqa: B027 - most methods take any number
         """Raise or warn if the method cannot use this number of participants."""
 
+    def check_rounds(self, rounds: int) -> None:
+        """Check the learning rate of every round before the first."""
+        if self.lr_schedule is not None:
+            for number in range(1, rounds + 1):
+                schedule.factor(self.lr_schedule, number)
+
+    def check_state(self, before: State, after: State) -> None:
+        """Check after a round that it has used the server's optimiser."""
+        if self.server_optimizer is not None and after.get(SERVER_OPTIMIZER) is before[SERVER_OPTIMIZER]:
+            raise ConfigError(
+                f"server_optimizer is given, but {self.name}'s round does not use it; apply the update with "
+                "self.advance(state, replies, weights), or leave server_optimizer out."
+            )
+
+    def at_round(self, number: int) -> Self:
+        """This method with the learning rate of a round."""
+        if self.lr_schedule is None:
+            return self
+        method = copy.copy(self)
+        object.__setattr__(method, "lr", self.lr * schedule.factor(self.lr_schedule, number))
+        return method
+
     def advance(self, state: State, replies: Replies, weights: Tensor) -> State:
-        """The state with the aggregated update applied to its model; the rest is unchanged."""
-        return {**state, "model": self.averaged(state["model"], replies, weights)}
+        """The state with the aggregated update applied to its model by the server's optimiser."""
+        before, averaged = state["model"], self.averaged(state["model"], replies, weights)
+        if self.server_optimizer is None:
+            return {**state, "model": averaged}
+        update = tree.map(torch.sub, averaged["params"], before["params"])
+        params, memory = self.server_optimizer.update(before["params"], update, state[SERVER_OPTIMIZER])
+        # Buffers are statistics, not trained: they stay means.
+        return {**state, "model": Model(params=params, buffers=averaged["buffers"]), SERVER_OPTIMIZER: memory}
 
     def averaged(self, model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
         """The model plus the aggregated updates of the clients, clipped and robust if so configured."""
@@ -196,6 +261,13 @@ class Algorithm(ABC):
         """The server's state before the first round; it always contains the ``model``."""
         return {"model": model}
 
+    def initial_state(self, model: Model, clients: int) -> State:
+        """The server's whole state before the first round: the method's, and its optimiser's."""
+        state = self.init(model, clients)
+        if self.server_optimizer is None:
+            return state
+        return {**state, SERVER_OPTIMIZER: self.server_optimizer.init_server(model["params"])}
+
     @abstractmethod
     def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
         """One round: sample clients, ask them for a step, aggregate their replies."""
@@ -225,13 +297,38 @@ class Algorithm(ABC):
         return False
 
     @property
+    def adapt(self) -> Adapt | None:
+        """The inner map of meta-learning; None for the local loss."""
+        return None
+
+    @property
     def adaptation(self) -> tuple[float, int]:
         """The step size and the number of steps to a client's personal model."""
         return self.lr, 1 if self.personal_steps is None else self.personal_steps
 
+    @property
+    def local_optimizer(self) -> ClientOptimizer:
+        """The optimiser of local training."""
+        return self.client_optimizer or PLAIN
+
+    def clipping(self, learner: Learner) -> Callable[[Params], Params] | None:
+        """The function that clips local gradients; None without a limit."""
+        return None if self.clip_grad_norm is None else partial(learner.clip, most=self.clip_grad_norm)
+
     def client_state(self, model: Model) -> Tree:
-        """A client's initial state."""
+        """The method's own part of a client's initial state, a dict; None if clients keep nothing."""
         return None
+
+    def initial_client_state(self, model: Model) -> Tree:
+        """A client's whole initial state: the method's part, and the state of an optimiser that is kept."""
+        state = self.client_state(model)
+        if not self.local_optimizer.keep_state:
+            return state
+        return {**(state or {}), OPTIMIZER: self.local_optimizer.init(model["params"])}
+
+    def kept(self, trained: Descent, state: Tree = None) -> Tree:
+        """A client's state after training: the method's part, and the optimiser's if it is kept; None if nothing is."""
+        return {**(state or {}), OPTIMIZER: trained.memory} if self.local_optimizer.keep_state else state
 
     def steps(self) -> dict[str, Step]:
         """The client steps by name."""
@@ -248,9 +345,10 @@ class Algorithm(ABC):
                     Data.PERSONAL: personal,
                 },
                 noise="personal",
+                scheduled=False,
                 sends={"scores": NUMBERS, "value": NUMBER},
             ),
-            "personal": Step(self.give_personal, {Data.PERSONAL: personal}, noise="personal"),
+            "personal": Step(self.give_personal, {Data.PERSONAL: personal}, noise="personal", scheduled=False),
         }
 
     def value_draws(self) -> dict[str, Draw]:
@@ -270,8 +368,8 @@ class Algorithm(ABC):
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         """Local training from the received model; replies with the trained model."""
-        trained = self.descend(learner, message["model"], batches)
-        return Outcome({"model": trained.model}, watched=trained.watched)
+        trained = self.descend(learner, message["model"], batches, state=state)
+        return Outcome({"model": trained.model}, self.kept(trained), trained.watched)
 
     def descend(
         self,
@@ -280,11 +378,38 @@ class Algorithm(ABC):
         batches: Batches,
         slope: Slope | None = None,
         anchor: tuple[float, Params] | None = None,
+        *,
+        state: Tree = None,
+        memory: Tree = None,
+        correction: Params | None = None,
     ) -> Descent:
-        """Local training on the method's objective with the batches of ``draws``."""
+        """Local training on the method's objective with the batches of ``draws``, by the client's optimiser.
+
+        ``state`` is the client's, for an optimiser whose state is kept (``kept`` returns it); ``memory`` is the
+        optimiser's state to go on from if local training is in two parts.
+        """
+        if self.local_optimizer.keep_state and memory is None:
+            if state is None:
+                raise ConfigError(
+                    f"client_optimizer has keep_state = true, but {self.name}'s local training does not pass on the "
+                    "client's state; pass state= to descend and return self.kept(...), or leave keep_state out."
+                )
+            memory = state[OPTIMIZER]
         inner = batches[Data.INNER]
-        outer, hessian = batches.get(Data.OUTER, inner), batches.get(Data.HESSIAN)
-        return descend(self.objective(learner), model, inner, outer, self.lr, slope, hessian, anchor)
+        return descend(
+            self.objective(learner),
+            model,
+            inner,
+            batches.get(Data.OUTER, inner),
+            self.lr,
+            slope,
+            batches.get(Data.HESSIAN),
+            anchor,
+            correction=correction,
+            clip=self.clipping(learner),
+            optimizer=self.local_optimizer,
+            memory=memory,
+        )
 
     def personal(self, learner: Learner, model: Model, state: Tree, batches: Batches) -> Model:
         """The client's personal model: by default the global one, after a step on the client's training data."""
@@ -292,7 +417,10 @@ class Algorithm(ABC):
         if learner.loss_function is None or steps == 0:
             return model
         own = batches[Data.PERSONAL]
-        return descend(LocalLoss(learner), model, own, own, rate).model
+        if self.adapt is not None:  # the inner map: plain gradient steps
+            return descend(LocalLoss(learner), model, own, own, rate).model
+        clip, optimizer = self.clipping(learner), self.local_optimizer
+        return descend(LocalLoss(learner), model, own, own, rate, clip=clip, optimizer=optimizer).model
 
     def give_personal(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         """The personal model, requested after training."""

@@ -30,11 +30,6 @@ class Compositional(Algorithm):
     elementwise: ClassVar[bool] = True
 
     @property
-    def adapt(self) -> Adapt | None:
-        """The inner map of meta-learning; None for the local loss."""
-        return None
-
-    @property
     def g(self) -> Outer:
         """The outer function."""
         return Identity()
@@ -125,12 +120,12 @@ class Compositional(Algorithm):
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         # Only a separable outer scales the client's gradients; the slope of the identity is 1.
         slope = self.g.slope if isinstance(self.g, Separable) and not isinstance(self.g, Identity) else None
-        trained = self.descend(learner, message["model"], batches, slope)
+        trained = self.descend(learner, message["model"], batches, slope, state=state)
         reply: dict[str, Tree] = {"model": trained.model}
         if isinstance(self.g, Coupled):
             data, outer_data = batches[Data.VALUE_TRAIN][0], batches[Data.VALUE_OUTER][0]
             reply["loss"] = self.objective(learner).value(message["model"], data, outer_data)
-        return Outcome(reply, watched=trained.watched)
+        return Outcome(reply, self.kept(trained), trained.watched)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext
-from comfedl.core.learner import Learner
+from comfedl.core.learner import Learner, Model
 from comfedl.core.objectives import LocalLoss
 from comfedl.core.protocol import NUMBER, Batches, Draw, Outcome, Step
 from comfedl.utils import checks
@@ -69,10 +69,12 @@ class DeltaFL(Algorithm):
         """The loss of the received model, which the client keeps for this round in case it has to train."""
         whole = batches["value"][0]
         loss = LocalLoss(learner).value(message["model"], whole, whole)
-        return Outcome({"loss": loss}, scratch=message["model"])
+        return Outcome({"loss": loss}, scratch={**message["model"], **(state or {})})
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        return super().train(learner, {"model": state}, None, batches)
+        return super().train(
+            learner, {"model": Model(params=state["params"], buffers=state["buffers"])}, state, batches
+        )
 
 
 def _quantile(losses: NDArray[np.float64], sizes: NDArray[np.int64], level: float) -> float:

@@ -17,6 +17,8 @@ from comfedl.utils import checks
 from comfedl.utils.errors import Diverged
 from comfedl.utils.tree import Tree
 
+OWN_OPTIMIZER = "personal optimizer"  # its state, for the personal model
+
 
 @dataclass(frozen=True)
 class Ditto(FedAvg):
@@ -39,21 +41,32 @@ class Ditto(FedAvg):
         checks.not_below("lam", self.lam, 0)
 
     def client_state(self, model: Model) -> Tree:
-        return model
+        kept = {OWN_OPTIMIZER: self.local_optimizer.init(model["params"])} if self.local_optimizer.keep_state else {}
+        return {**model, **kept}
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         received, inner = message["model"], batches[Data.INNER]
-        trained = self.descend(learner, received, batches)
+        trained = self.descend(learner, received, batches, state=state)
         # On the same batches; the anchor is the received model, not the one that has just been trained.
         anchor = (self.lam, received["params"])
-        own = descend(LocalLoss(learner), state, inner, inner, self.lr, anchor=anchor)
+        own = descend(
+            LocalLoss(learner),
+            self.personal(learner, received, state, batches),
+            inner,
+            inner,
+            self.lr,
+            anchor=anchor,
+            clip=self.clipping(learner),
+            optimizer=self.local_optimizer,
+            memory=state.get(OWN_OPTIMIZER),
+        )
+        after = {**own.model, OWN_OPTIMIZER: own.memory} if self.local_optimizer.keep_state else {**own.model}
         watched = {**trained.watched, "personal loss": own.watched["loss"]}
-        return Outcome({"model": trained.model}, own.model, watched)
+        return Outcome({"model": trained.model}, self.kept(trained, after), watched)
 
     def explain(self, error: Diverged) -> str:
         product = self.lr * self.lam
         return f"Use a smaller lr or lam: personal models are stable only if lr * lam, now {product:g}, is below 2."
 
     def personal(self, learner: Learner, model: Model, state: Tree, batches: Batches) -> Model:
-        kept: Model = state
-        return kept
+        return Model(params=state["params"], buffers=state["buffers"])

@@ -82,12 +82,12 @@ class DRFA(Algorithm):
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         t, inner = int(message["snapshot"]), batches[Data.INNER]
-        first = self.descend(learner, message["model"], {Data.INNER: inner[:t]})
+        first = self.descend(learner, message["model"], {Data.INNER: inner[:t]}, state=state)
         if t == self.local_steps:
-            return Outcome({"model": first.model, "snapshot": first.model}, watched=first.watched)
-        rest = self.descend(learner, first.model, {Data.INNER: inner[t:]})
+            return Outcome({"model": first.model, "snapshot": first.model}, self.kept(first), first.watched)
+        rest = self.descend(learner, first.model, {Data.INNER: inner[t:]}, memory=first.memory)
         watched = {name: torch.cat([first.watched[name], rest.watched[name]]) for name in first.watched}
-        return Outcome({"model": rest.model, "snapshot": first.model}, watched=watched)
+        return Outcome({"model": rest.model, "snapshot": first.model}, self.kept(rest), watched)
 
     def loss(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         """The loss of a model, measured without training."""

@@ -77,7 +77,7 @@ class QFedAvg(Algorithm):
         return {**super().reply(), "loss": NUMBER}
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
-        trained = self.descend(learner, message["model"], batches)
+        trained = self.descend(learner, message["model"], batches, state=state)
         whole = batches["value"][0]
         loss = LocalLoss(learner).value(message["model"], whole, whole)
-        return Outcome({"model": trained.model, "loss": loss}, watched=trained.watched)
+        return Outcome({"model": trained.model, "loss": loss}, self.kept(trained), trained.watched)

@@ -17,7 +17,9 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from comfedl.core.objectives import Adapt, Composition
+from comfedl.core.optim import OPTIMIZERS
 from comfedl.core.outer_functions import OUTERS, Outer
+from comfedl.core.schedule import SCHEDULES, Schedule
 from comfedl.utils.errors import ConfigError, nearest
 from comfedl.utils.toml import describe
 
@@ -76,6 +78,13 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(found, Composition):
             raise ConfigError(f'{where} is {value!r}, but it must be "module:name" of a Composition.')
         return found
+    optimizers = {name: option for name, option in OPTIMIZERS.items() if option in kinds}
+    if optimizers:
+        return _build_named(value, where, optimizers, 'name = "sgd", momentum = 0.9')
+    if kind == Schedule | None or kind == Schedule:
+        if isinstance(value, str) and ":" in value:
+            return import_object(where, value)
+        return _build_named(value, where, SCHEDULES, 'name = "cosine", rounds = 200')
     if value == "all" and types.NoneType in kinds and str not in kinds:
         return None  # TOML has no None; "all" stands for it
     try:
@@ -167,7 +176,11 @@ def unknown_key(where: str, key: str, allowed: Iterable[str], owner: str = "the 
 
 # Keys that are often written in the wrong table, by the table that they belong in.
 TABLE_OF_KEY = {
-    "algorithm": {"lr", "local_steps", "batch_size", "outer", "inner"},
+    "algorithm": {
+        *("lr", "local_steps", "batch_size", "outer", "inner"),
+        *("client_optimizer", "server_optimizer", "lr_schedule", "clip_grad_norm", "clip_update_norm"),
+    },
+    "algorithm.client_optimizer": {"momentum", "nesterov", "weight_decay", "keep_state"},
     "algorithm.outer": {"gamma", "cap", "effective_clients", "level", "rho", "q"},
     "data": {"partition", "clients", "alpha", "rho", "path", "client", "target"},
 }

@@ -1,1 +1,5 @@
-"""The mathematics of the methods, and the contract between server and clients."""
+"""The mathematics, and the contract between server and clients."""
+
+from comfedl.core import optim, schedule
+
+__all__ = ["optim", "schedule"]

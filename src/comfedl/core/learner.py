@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Self, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from comfedl.models.losses import LossFunction
 from comfedl.models.metrics import WHOLE, MetricFunction, WholeMetric
 from comfedl.utils import tree
 from comfedl.utils.tree import Tree
+
+if TYPE_CHECKING:
+    from comfedl.core.optim import ClientOptimizer
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -62,12 +65,21 @@ class Learner:
         """A deep copy, for another thread."""
         return copy.deepcopy(self)
 
-    def descend(self, model: Model, batches: Sequence[Batch], rate: float) -> tuple[Params, Tensor] | None:
-        """A fused loop of gradient steps, one per batch: the final parameters and each step's loss.
+    def descend(
+        self, model: Model, batches: Sequence[Batch], rate: float, optimizer: ClientOptimizer, memory: Tree
+    ) -> tuple[Params, Tensor, Tree] | None:
+        """A fused loop of gradient steps, one per batch: the final parameters, each step's loss, and the memory.
 
-        None if this learner has no fused loop for the model; a model with one has no buffers.
+        ``memory`` is the optimiser's state, which is overwritten. None if this learner has no fused loop for the model;
+        a model with one has no buffers.
         """
         return None
+
+    def clip(self, gradient: Params, most: float) -> Params:
+        """The gradient, scaled down if its norm is above ``most``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+        norm = torch.stack([leaf.square().sum() for leaf in gradient.values()]).sum().sqrt()
+        scale = (most / (norm + 1e-6)).clamp(max=1)
+        return {name: leaf * scale for name, leaf in gradient.items()}
 
     def to_layout(self, tensors: Tree) -> Tree:
         """Tensors in the memory layout this learner computes in."""

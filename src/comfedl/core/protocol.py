@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MethodType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -79,20 +80,30 @@ class Outcome(NamedTuple):
     scratch: Tree = None
 
 
-MODEL, NUMBER, NUMBERS = "model", "number", "numbers"
+MODEL, PARAMS, NUMBER, NUMBERS = "model", "params", "number", "numbers"
 
 
 @dataclass(frozen=True)
 class Step:
     """A client step and the data it draws. Steps with the same ``noise`` see the same dropout in a round.
 
-    ``sends`` maps each part of the reply to its type: ``MODEL``, ``NUMBER`` or a dict of ``NUMBERS``.
+    ``sends`` maps each part of the reply to its type: ``MODEL``, ``PARAMS`` (tensors like the model's parameters),
+    ``NUMBER`` or a dict of ``NUMBERS``. A step that is not ``scheduled`` uses the method's base learning rate.
     """
 
     run: Callable[[Learner, dict[str, Tree], Tree, Batches], Outcome]
     draws: Mapping[str, Draw] = field(default_factory=dict)
     noise: str | None = None
     sends: Mapping[str, str] = field(default_factory=dict)
+    scheduled: bool = True
+
+    def at_round(self, number: int) -> Step:
+        """The step with the learning rate of a round, if it is a method of an algorithm with a schedule."""
+        owner = getattr(self.run, "__self__", None)
+        if not self.scheduled or owner is None or not hasattr(owner, "at_round"):
+            return self
+        scheduled = owner.at_round(number)
+        return self if scheduled is owner else replace(self, run=MethodType(self.run.__func__, scheduled))  # type: ignore[attr-defined]
 
     @property
     def elementwise(self) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from comfedl.core.learner import Model
-from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Replies
+from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, PARAMS, Replies
 from comfedl.utils import tree
 from comfedl.utils.errors import BadReply, QuorumError
 from comfedl.utils.tree import Tree
@@ -21,7 +21,7 @@ class ReplyValidator:
     """Accepts models shaped like the server's, and finite scalars."""
 
     def __init__(self, model: Model, names: Sequence[str], quorum: float = 0.5) -> None:
-        self._expected = _signature(model)
+        self._expected = {MODEL: _signature(model), PARAMS: _signature(model["params"])}
         self._names, self._quorum = names, quorum
         self.offences: dict[int, int] = {}
 
@@ -59,12 +59,13 @@ class ReplyValidator:
         if sends and reply.keys() != sends.keys():
             return f"it consists of {', '.join(sorted(reply)) or 'nothing'} and not of {', '.join(sorted(sends))}"
         for part, value in reply.items():
-            if sends.get(part, MODEL if isinstance(value, dict) else NUMBER) == MODEL:
+            wanted = self._expected.get(sends.get(part, MODEL if isinstance(value, dict) else NUMBER))
+            if wanted is not None:
                 found = _signature(value) if isinstance(value, dict) else {}
-                if found.keys() != self._expected.keys():
-                    odd = sorted(found.keys() ^ self._expected.keys())[0]
+                if found.keys() != wanted.keys():
+                    odd = sorted(found.keys() ^ wanted.keys())[0]
                     return f"its {part} has other tensors than the model ({odd})"
-                for name, expected in self._expected.items():
+                for name, expected in wanted.items():
                     if found[name] != expected:
                         return f"{name} of its {part} is {_format(found[name])} and not {_format(expected)}"
             elif (sends.get(part) == NUMBERS) != isinstance(value, dict) or any(

@@ -115,7 +115,7 @@ class Embedded(Engine):
         self._states.restore(states)
 
     def _run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
-        named = self._steps[step]
+        named = self._steps[step].at_round(round)
         asked = list(dict.fromkeys(clients))
         plan = self._plans.get(step)
         if plan is None or plan.asked != asked:
@@ -177,9 +177,9 @@ class Embedded(Engine):
         if self._many is None or not named.elementwise:
             yield from np.arange(len(plan.clients))[:, None]
             return
-        stateless = [not self._has_state(i) for i in plan.asked]
+        kinds = [self._kind_of_state(i) for i in plan.asked]
         most = int(self._memory / (COPIES * (self._bytes + plan.nbytes)))
-        for ks in group_clients(plan, stateless, self._many.ragged):
+        for ks in group_clients(plan, kinds, self._many.ragged):
             for portion in chunk_slices(plan.whole[ks], max(1, min(MAX_STACKED, most))):
                 yield ks[portion]
 
@@ -263,8 +263,11 @@ class Embedded(Engine):
             return self._scratch[client]
         return self._states.view(client) if client in self._states else self._initial
 
-    def _has_state(self, client: int) -> bool:
-        return self._initial is not None or client in self._scratch or client in self._states
+    def _kind_of_state(self, client: int) -> str:
+        """What ``_state`` returns: states of one kind have the same structure, and can be stacked."""
+        if client in self._scratch:
+            return "scratch"
+        return "state" if self._initial is not None or client in self._states else "none"
 
     def _devices(self) -> list[torch.device]:
         """The GPU that the clients are on, if any: its generator is restored as well."""

@@ -70,6 +70,11 @@ class Stacked(Learner):
     def seed(self, noise: Callable[[int], int], clients: Sequence[int]) -> None:
         """Seed the noise of the next step: each client's generator with ``noise(client)``."""
 
+    def clip(self, gradient: Params, most: float) -> Params:
+        squares = [leaf.square().flatten(1).sum(dim=1) for leaf in gradient.values()]
+        scale = (most / (torch.stack(squares).sum(dim=0).sqrt() + 1e-6)).clamp(max=1)  # one per client
+        return {name: leaf * scale.view(-1, *(1,) * (leaf.ndim - 1)) for name, leaf in gradient.items()}
+
     @abstractmethod
     def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
         """The models' outputs on ``x``, [clients, samples, ...]."""

@@ -100,7 +100,7 @@ def site_engine(text: str, fed: FederatedData) -> Embedded:
     first = next(iter(initial["params"].values()))
     local = fed.to(first.dtype, first.device)
     check_fit(learner, initial, local)
-    start = algorithm.client_state(initial)
+    start = algorithm.initial_client_state(initial)
     return Embedded(local, learner, algorithm.steps(), config.seed, start, vectorize="serial")
 
 

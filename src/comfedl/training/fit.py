@@ -116,7 +116,7 @@ def fit(
     data = fed.to(first.dtype, first.device)
     check_fit(learner, initial, data)
     clients = make_engine(
-        engine, data, learner, algorithm.steps(), options.seed, algorithm.client_state(initial), engine_options
+        engine, data, learner, algorithm.steps(), options.seed, algorithm.initial_client_state(initial), engine_options
     )
     settings = settings or {"loss": describe(loss), **options.recorded(), "algorithm": describe(algorithm)}
     module = model if isinstance(model, nn.Module) else None
@@ -169,7 +169,8 @@ def fit_on(
         validator = ReplyValidator(initial, clients.names, options.quorum)
         loop = Loop(algorithm, clients, options, callbacks, validator)
         algorithm.check(count, loop.participants)
-        state, first_round = algorithm.init(initial, count), 1
+        algorithm.check_rounds(options.rounds)
+        state, first_round = algorithm.initial_state(initial, count), 1
         loaded = clients.broadcast(partial(_load, folder, options.resume, state, device, clients.names))
         if loaded is not None:
             saved, loop.rows, loop.client_rows = loaded

@@ -62,7 +62,9 @@ class Loop:
             evaluated,
         )
         try:
-            state, participation = self.algorithm.round(state, context)
+            after, participation = self.algorithm.at_round(number).round(state, context)
+            self.algorithm.check_state(state, after)
+            state = after
         except (QuorumError, Diverged):
             self.complete_round()  # the previous round succeeded, and the run can resume from it
             raise

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import comfedl as cf
-from comfedl.algorithms.base import descend
+from comfedl.algorithms.base import PLAIN, descend
 from comfedl.core.learner import Learner, Model
 from comfedl.core.objectives import LocalLoss
 from comfedl.data.split import Split
@@ -64,9 +64,9 @@ def one_by_one(learner: Dense, model: Model, drawn: list[tuple[Tensor, Tensor]],
 
 def check(learner: Dense, model: Model, drawn: list[tuple[Tensor, Tensor]], rate: float = 0.3) -> None:
     before = {name: leaf.clone() for name, leaf in model["params"].items()}
-    short = learner.descend(model, drawn, rate)
+    short = learner.descend(model, drawn, rate, PLAIN, {})
     assert short is not None
-    params, losses = short
+    params, losses, _ = short
     wanted, seen = one_by_one(learner, model, drawn, rate)
     assert list(params) == list(before)
     for name, leaf in params.items():
@@ -106,12 +106,12 @@ def test_a_model_that_all_share_is_not_written_on() -> None:
 def test_no_short_cut() -> None:
     """For layers without a closed-form gradient, no batches, and a rate that overflows the dtype."""
     known = MODELS["linear"]().double()
-    assert dense(known).descend(start(known), [], 0.1) is None
-    assert dense(known).descend(start(known), batches(5), 1e300) is None
+    assert dense(known).descend(start(known), [], 0.1, PLAIN, {}) is None
+    assert dense(known).descend(start(known), batches(5), 1e300, PLAIN, {}) is None
     normed = nn.Sequential(nn.Linear(FEATURES, 4), nn.LayerNorm(4), nn.Linear(4, CLASSES)).double()
-    assert dense(normed).descend(start(normed), batches(5), 0.1) is None
+    assert dense(normed).descend(start(normed), batches(5), 0.1, PLAIN, {}) is None
     rows = [(x.unsqueeze(2), y) for x, y in batches(5)]  # a sample is a row of its features
-    assert dense(known).descend(start(known), rows, 0.1) is None
+    assert dense(known).descend(start(known), rows, 0.1, PLAIN, {}) is None
 
 
 def test_room_is_kept_and_grows() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from comfedl.core.learner import Batch, Learner, Model, Params, Pullback
+from comfedl.core.optim import ClientOptimizer
 from comfedl.engines.batching import BatchBuffer, LazyBatches
 from comfedl.engines.kernels.dense_grads import (
     SLOPES,
@@ -107,12 +108,14 @@ class Dense(Stacked):
                 return *cross_entropy_grad_and_hvp(self._closed_form, params, x, y, mask), buffers
         return super().grad_and_hvp(params, buffers, batch)
 
-    def descend(self, model: Model, batches: Sequence[Batch], rate: float) -> tuple[Params, Tensor] | None:
+    def descend(
+        self, model: Model, batches: Sequence[Batch], rate: float, optimizer: ClientOptimizer, memory: Tree
+    ) -> tuple[Params, Tensor, Tree] | None:
         layers = self._closed_form
         if layers is None or not len(batches) or abs(rate) > tree.MAX_RATE:
             return None
         each = batches.iterate(self._buffer) if isinstance(batches, LazyBatches) else batches
-        return descend_cross_entropy(layers, model["params"], map(self._flat, each), float(rate))
+        return descend_cross_entropy(layers, model["params"], map(self._flat, each), float(rate), optimizer, memory)
 
     def _flat(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """x (closed-form gradients need [clients, samples, features]), y, and the mask of samples that count."""

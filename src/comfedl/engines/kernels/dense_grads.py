@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from comfedl.core.learner import Params, Pullback
+from comfedl.core.optim import ClientOptimizer
 from comfedl.engines.stacked import masked_mean
+from comfedl.utils.tree import Tree
 
 # Activations backward: from the cotangent of the output and the output to the cotangent of the input.
 SLOPES: dict[type[nn.Module], Callable[[Tensor, Tensor], Tensor]] = {
@@ -83,15 +85,22 @@ def _vjp(layers: Sequence[Named], params: Params, state: ForwardState, cotangent
 
 @torch.no_grad()
 def descend_cross_entropy(
-    layers: Sequence[Named], params: Params, batches: Iterable[tuple[Tensor, Tensor, Tensor | None]], rate: float
-) -> tuple[Params, Tensor] | None:
-    """Gradient steps, one per batch (x, y, mask): the final parameters, and the losses [steps, clients] before each.
+    layers: Sequence[Named],
+    params: Params,
+    batches: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    rate: float,
+    optimizer: ClientOptimizer,
+    memory: Tree,
+) -> tuple[Params, Tensor, Tree] | None:
+    """Gradient steps, one per batch (x, y, mask): the final parameters, the losses [steps, clients] before each, and
+    the optimiser's state.
 
-    Each layer's gradient is added to the parameters by the product that computes it, and never stored. None if x is not
-    [clients, samples, features].
+    If the optimiser has no memory, each layer's gradient is added to the parameters by the product that computes it,
+    and never stored. None if x is not [clients, samples, features].
     """
-    after = dict(params)
+    after, gradient = dict(params), dict[str, Tensor]()
     losses: list[Tensor] = []
+    decay = optimizer.plain_decay
     for x, y, mask in batches:
         if x.ndim != 3:
             return None
@@ -99,17 +108,36 @@ def descend_cross_entropy(
         state = _forward(layers, after, x, y, mask)
         # If all samples count, scale the rate instead of each sample, and average the losses at the end.
         losses.append(state.label_log_probs() if mask is None else _value(state))
-        sample_weights, scaled = (None, rate / y.shape[1]) if mask is None else (_sample_weights(state), rate)
+        sample_weights, scale = (None, 1 / y.shape[1]) if mask is None else (_sample_weights(state), 1.0)
         for (_, weight, bias, linear, _), d, at in _backward(layers, after, state, sample_weights):
             if not linear:
                 continue
+            if decay is None:
+                if weight in after:
+                    gradient[weight] = _product(gradient.get(weight), d, at, scale)
+                if bias in after:
+                    gradient[bias] = d.sum(2).mul_(scale)
+                continue
+            shrink = 1 - rate * decay
             if (moved := after.get(weight)) is not None:
-                after[weight] = torch.baddbmm(moved, d, at.mT, alpha=-scaled, out=moved if own else None)
+                out = moved if own else None
+                after[weight] = torch.baddbmm(moved, d, at.mT, beta=shrink, alpha=-rate * scale, out=out)
             if (moved := after.get(bias)) is not None:
-                after[bias] = torch.sub(moved, d.sum(2), alpha=scaled, out=moved if own else None)
+                moved = moved if decay == 0 else moved * shrink
+                after[bias] = torch.sub(moved, d.sum(2), alpha=rate * scale, out=moved if own or decay else None)
         del x, state, at  # so that the next batch can reuse their memory
+        if decay is None:
+            after, memory = optimizer.step(after, {name: gradient[name] for name in after}, memory, rate, own)
     found = torch.stack(losses)
-    return after, found if found.ndim == 2 else found.mean(dim=(2, 3)).neg_()
+    return after, found if found.ndim == 2 else found.mean(dim=(2, 3)).neg_(), memory
+
+
+def _product(out: Tensor | None, d: Tensor, at: Tensor, scale: float) -> Tensor:
+    """A weight's gradient, in the memory of the last step's."""
+    if out is None:
+        out = d.new_empty(d.shape[0], d.shape[1], at.shape[1])
+    # With beta = 0 what was there before is ignored, NaN too.
+    return torch.baddbmm(out, d, at.mT, beta=0, alpha=scale, out=out)
 
 
 def _param_gradients(params: Params, back: Sequence[LayerGradient]) -> Params:
