@@ -620,6 +620,73 @@ def test_every_outer_reads_back_from_a_resolved_config(outer: dict[str, Any]) ->
     assert again.make_algorithm() == config.make_algorithm()
 
 
+TRAINING: list[dict[str, Any]] = [
+    {"client_optimizer": {"name": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}},
+    {"client_optimizer": {"name": "adam", "beta2": 0.99, "keep_state": True}, "clip_grad_norm": 1.0},
+    {"client_optimizer": {"name": "adamw", "weight_decay": 0.1}},
+    {"server_optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9}},
+    {"server_optimizer": {"name": "adam", "lr": 0.01, "bias_correction": True}},
+    {"server_optimizer": {"name": "yogi"}, "lr_schedule": {"name": "constant"}},
+    {"server_optimizer": {"name": "adagrad", "eps": 0.01}},
+    {"lr_schedule": {"name": "cosine", "rounds": 200, "end": 0.1}},
+    {"lr_schedule": {"name": "warmup", "rounds": 5, "then": {"name": "step", "every": 10, "factor": 0.5}}},
+    {"lr_schedule": f"{__name__}:halving"},
+]
+
+
+def halving(round: int) -> float:
+    return 0.5 ** (round - 1)
+
+
+def stopping(round: int) -> float:
+    return 1.0 if round < 3 else 1e-12
+
+
+@pytest.mark.parametrize("training", TRAINING, ids=str)
+def test_every_optimiser_and_schedule_reads_back_from_a_resolved_config(training: dict[str, Any]) -> None:
+    config = parse_config({**SMALL, "algorithm": {"name": "fedavg", **training}})
+    again = parse_config(tomllib.loads(to_toml(config.resolved())))
+    assert again.make_algorithm() == config.make_algorithm() != cf.FedAvg()
+    assert again.resolved() == config.resolved()
+
+
+def test_a_schedule_in_a_config_is_used() -> None:
+    """The third of three rounds at a vanishing learning rate: the model is that of two rounds."""
+    two, three = (run_config(small(f"rounds={n}", f"algorithm.lr_schedule={__name__}:stopping")).params for n in (2, 3))
+    plain = run_config(small("rounds=3")).params
+    for name, part in two.items():
+        torch.testing.assert_close(three[name], part, rtol=0, atol=1e-6)
+    assert any(not torch.allclose(plain[name], part, atol=1e-3) for name, part in two.items())
+
+
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        (
+            {"client_optimizer": {"name": "sgd", "momentum": 1}},
+            ["algorithm.client_optimizer", "momentum is 1", "below 1"],
+        ),
+        ({"client_optimizer": {"name": "yogi"}}, ["algorithm.client_optimizer.name", "'yogi'", "adamw"]),
+        (
+            {"server_optimizer": {"name": "adamw"}},
+            ["algorithm.server_optimizer.name", "'adamw'", "did you mean 'adam'?"],
+        ),
+        ({"client_optimizer": "adam"}, ["algorithm.client_optimizer is 'adam'", '{ name = "sgd", momentum = 0.9 }']),
+        ({"client_optimizer": {"name": "sgd", "momentun": 0.9}}, ["did you mean 'momentum'?"]),
+        ({"client_optimizer": {"name": "sgd", "lr": 0.1}}, ["client_optimizer has lr = 0.1", "method's lr"]),
+        ({"momentum": 0.9}, ["algorithm.momentum", "algorithm.client_optimizer.momentum"]),
+        ({"lr_schedule": {"name": "cosin", "rounds": 2}}, ["algorithm.lr_schedule.name", "did you mean 'cosine'?"]),
+        ({"lr_schedule": {"name": "cosine"}}, ["algorithm.lr_schedule.rounds is missing"]),
+        ({"lr_schedule": "nowhere:function"}, ["algorithm.lr_schedule", "cannot be imported"]),
+        ({"lr_schedule": {"name": "warmup", "rounds": 2, "then": 3}}, ["algorithm.lr_schedule.then is 3"]),
+    ],
+)
+def test_an_optimiser_or_schedule_that_cannot_be_made(training: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(cf.ConfigError) as error:
+        parse_config({**SMALL, "algorithm": {"name": "fedavg", **training}})
+    assert [word for word in words if word not in message(error)] == []
+
+
 # The engine's own table.
 
 

@@ -66,7 +66,7 @@ def descend(
         memory: the optimiser's state to start from; None is a fresh one.
     """
     # A state that is passed in may be stored elsewhere, and optimisers overwrite theirs.
-    memory = optimizer.init(model["params"]) if memory is None else tree.map(torch.clone, memory)
+    memory = None if memory is None else tree.map(torch.clone, memory)
     if isinstance(objective, LocalLoss) and slope is None and anchor is None and correction is None and clip is None:
         fused = objective.learner.descend(model, batches, lr, optimizer, memory)
         if fused is not None:

@@ -10,7 +10,11 @@ from comfedl.cli.options import print_table
 from comfedl.utils.errors import ConfigError, nearest
 
 
-def list_(what: Annotated[str, typer.Argument(help="algorithms, outers, datasets, partitions or models")]) -> None:
+def list_(
+    what: Annotated[
+        str, typer.Argument(help="algorithms, outers, optimizers, schedules, datasets, partitions or models")
+    ],
+) -> None:
     """List the names that a config can use."""
     from comfedl.cli import tables
 
@@ -20,6 +24,8 @@ def list_(what: Annotated[str, typer.Argument(help="algorithms, outers, datasets
         "partitions": tables.partitions,
         "models": tables.models,
         "outers": tables.outers,
+        "optimizers": tables.optimizers,
+        "schedules": tables.schedules,
     }
     if what not in lists:
         raise ConfigError(f"There is no list of {what!r}; {nearest(what, lists)}.")

@@ -17,7 +17,9 @@ from comfedl.analysis.compare import Cell, Comparison
 from comfedl.analysis.evaluate import ClientScores
 from comfedl.analysis.gamma_advice import Advice
 from comfedl.analysis.personalize import Personalized
+from comfedl.core.optim import CLIENT_OPTIMIZERS, OPTIMIZERS, SERVER_OPTIMIZERS
 from comfedl.core.outer_functions import OUTERS
+from comfedl.core.schedule import SCHEDULES
 from comfedl.data.federated import FederatedData
 from comfedl.data.partition import PARTITIONS
 from comfedl.data.registry import SOURCES, is_cached
@@ -47,6 +49,21 @@ def algorithms() -> Table:
 def outers() -> Table:
     """The outer functions."""
     return _registry_table("Outer functions", OUTERS)
+
+
+def optimizers() -> Table:
+    """The optimisers, and which side can use each."""
+    table = _registry_table("Optimisers", OPTIMIZERS)
+    sides = {"client_optimizer": CLIENT_OPTIMIZERS, "server_optimizer": SERVER_OPTIMIZERS}
+    table.caption = "; ".join(f"{side} takes {', '.join(names)}" for side, names in sides.items()) + "."
+    return table
+
+
+def schedules() -> Table:
+    """The schedules of the learning rate."""
+    table = _registry_table("Schedules of the learning rate", SCHEDULES)
+    table.caption = 'Of your own: lr_schedule = "module:function", from the round (1, 2, ...) to a factor of lr.'
+    return table
 
 
 def datasets() -> Table:

@@ -39,7 +39,7 @@ class ClientOptimizer(Protocol):
         """The state before the first step; its leaves have the shape of a parameter, or none for a counter."""
 
     def step(self, params: Params, gradient: Params, state: Tree, lr: float, in_place: bool) -> tuple[Params, Tree]:
-        """The parameters and the state after one step.
+        """The parameters and the state after one step; a state of None is the one before the first.
 
         The state is overwritten, and with ``in_place`` so are the parameters.
         """
@@ -98,9 +98,15 @@ class SGD:
 
     def step(self, params: Params, gradient: Params, state: Tree, lr: float, in_place: bool) -> tuple[Params, Tree]:
         if self.plain_decay == 0:
-            return (tree.step_in_place if in_place else tree.step)(params, lr, gradient), state
-        params, gradient, state = _own(params, gradient, state, in_place)
+            return (tree.step_in_place if in_place else tree.step)(params, lr, gradient), state or {}
         decay = self.weight_decay
+        if state is None and not decay:  # v is the gradient: nothing to fill with zeros, and one pass less
+            ahead = 1 + self.momentum if self.nesterov else 1.0
+            return (tree.step_in_place if in_place else tree.step)(params, lr * ahead, gradient), {
+                "momentum": tree.map(torch.clone, gradient)
+            }
+        state = self.init(params) if state is None else state
+        params, gradient, state = _own(params, gradient, state, in_place)
         if self.decoupled and decay:
             torch._foreach_mul_(tree.leaves(params), 1 - lr * decay)
             decay = 0.0
@@ -166,6 +172,8 @@ class Adam:
         return {"mean": zeros, "square": tree.map(torch.zeros_like, params), "step": step}
 
     def step(self, params: Params, gradient: Params, state: Tree, lr: float, in_place: bool) -> tuple[Params, Tree]:
+        if state is None:
+            return self._first(params, gradient, lr)
         params, gradient, state = _own(params, gradient, state, in_place)
         state["step"] = state["step"] + 1
         parts = [tree.leaves(part) for part in (params, gradient, state["mean"], state["square"])]
@@ -187,13 +195,39 @@ class Adam:
             counts,
             lr=float(lr),
             beta1=self.beta1,
-            beta2=0.999 if self.beta2 is None else self.beta2,
+            beta2=self._beta2,
             weight_decay=self.weight_decay,
-            eps=1e-8 if self.eps is None else self.eps,
+            eps=self._eps,
             amsgrad=False,
             maximize=False,
         )
         return params, state
+
+    def _first(self, params: Params, gradient: Params, lr: float) -> tuple[Params, Tree]:
+        """The first step: with the bias corrected, m is the gradient and v its square, without zeros to begin with."""
+        decay = self.weight_decay
+        if decay and not self.decoupled:
+            gradient = {name: torch.add(g, params[name], alpha=decay) for name, g in gradient.items()}
+        elif decay:
+            params = {name: w * (1 - lr * decay) for name, w in params.items()}
+        moved = {
+            name: torch.addcdiv(w, gradient[name], gradient[name].abs().add_(self._eps), value=-lr)
+            for name, w in params.items()
+        }
+        square = {name: (g * g).mul_(1 - self._beta2) for name, g in gradient.items()}
+        mean = {name: g * (1 - self.beta1) for name, g in gradient.items()}
+        step = torch.ones((), dtype=torch.int64, device=next(iter(params.values())).device)
+        return moved, {"mean": mean, "square": square, "step": step}
+
+    @property
+    def _beta2(self) -> float:
+        """At a client."""
+        return 0.999 if self.beta2 is None else self.beta2
+
+    @property
+    def _eps(self) -> float:
+        """At a client."""
+        return 1e-8 if self.eps is None else self.eps
 
     @property
     def decoupled(self) -> bool:
@@ -215,8 +249,9 @@ class Adam:
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay at the clients, as ``torch.optim.AdamW``: the weights shrink by
-    ``1 - lr * weight_decay``, apart from the gradient's moments.
+    """Adam with decoupled weight decay at the clients, as ``torch.optim.AdamW``.
+
+    The weights shrink by ``1 - lr * weight_decay``, apart from the gradient's moments. For the arguments see ``Adam``.
     """
 
     weight_decay: float = 0.01
