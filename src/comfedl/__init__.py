@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
     from comfedl.training.callbacks import Callback as Callback
     from comfedl.training.fit import fit as fit
     from comfedl.training.result import Result as Result
+    from comfedl.training.stopping import EarlyStopping as EarlyStopping
     from comfedl.utils.errors import (
         ComfedlError as ComfedlError,
         ConfigError as ConfigError,
@@ -70,6 +71,7 @@ _HOMES = {
     "DeltaFL": "comfedl.algorithms.deltafl",
     "Ditto": "comfedl.algorithms.ditto",
     "Diverged": "comfedl.utils.errors",
+    "EarlyStopping": "comfedl.training.stopping",
     "Exp": "comfedl.core.outer_functions",
     "FedAvg": "comfedl.algorithms.fedavg",
     "FedMAML": "comfedl.algorithms.fedmaml",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -121,7 +122,9 @@ def test_what_is_no_finished_run_is_told(here: Path) -> None:
     with pytest.raises(cf.RunFolderError, match="cannot be read as a model"):
         cf.load_run("run")
     Path("run/summary.json").unlink()
-    with pytest.raises(cf.RunFolderError, match="has not finished"):
+    assert "has not finished" in str(cf.load_run("run").unfinished)
+    shutil.rmtree("run/checkpoint")
+    with pytest.raises(cf.RunFolderError, match="neither finished nor a checkpoint"):
         cf.load_run("run")
 
 

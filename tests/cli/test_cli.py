@@ -48,7 +48,7 @@ local_steps = 2
 batch_size = 10
 outer = { name = "kl", gamma = 0.2 }
 """
-OWN = {"config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal"}
+OWN = {"config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint"}
 
 
 @dataclass
@@ -384,7 +384,6 @@ def test_a_folder_that_holds_a_run_is_refused_unless_forced(here: Path, comfedl_
 @pytest.mark.parametrize("pair", ["algorithm.lr=1e300", "rounds=0", "data.large=5000", "algorithm.name=no"])
 def test_a_forced_run_that_fails_leaves_the_old_one(here: Path, comfedl_: Run, pair: str) -> None:
     assert comfedl_("run", "run.toml").code == 0
-    (here / "runs" / "run" / "checkpoint").mkdir()
     (here / "runs" / "run" / "checkpoint" / "state").write_bytes(b"\x00")
     before = content(here)
     comfedl_("run", "run.toml", "--force", *changes(pair)).refused()

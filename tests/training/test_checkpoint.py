@@ -125,12 +125,10 @@ def test_resume_without_a_run_starts_one(three_clients: cf.FederatedData, tmp_pa
     assert files(tmp_path / "new") == files(tmp_path / "whole")
 
 
-def test_a_run_that_fails_before_its_first_checkpoint_leaves_nothing(
-    three_clients: cf.FederatedData, tmp_path: Path
-) -> None:
+def test_a_run_that_fails_between_two_checkpoints_writes_one(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         run(three_clients, tmp_path / "run", callbacks=[StopAt(1, RuntimeError("early"))])
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["round-000000001"]
 
 
 def test_only_the_last_two_checkpoints_are_kept(three_clients: cf.FederatedData, tmp_path: Path) -> None:
@@ -144,11 +142,15 @@ def test_only_the_last_two_checkpoints_are_kept(three_clients: cf.FederatedData,
 def test_without_a_number_a_checkpoint_comes_by_the_clock(
     three_clients: cf.FederatedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And one after the last round, so that the run can be made longer."""
     run(three_clients, tmp_path / "quick", checkpoint_every=None)
-    assert not (tmp_path / "quick" / "checkpoint").exists()
+    assert [path.name for path in (tmp_path / "quick" / "checkpoint").iterdir()] == ["round-000000012"]
     monkeypatch.setattr(run_folder, "SECONDS", 0.0)
     run(three_clients, tmp_path / "slow", checkpoint_every=None)
-    assert (tmp_path / "slow" / "checkpoint" / "round-000000012").is_dir()
+    assert sorted(path.name for path in (tmp_path / "slow" / "checkpoint").iterdir()) == [
+        "round-000000011",
+        "round-000000012",
+    ]
 
 
 # Kills.
@@ -298,7 +300,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_serves(
     content[len(content) // 2] ^= 1
     states = {"truncated": content[: len(content) // 2], "flipped": content, "empty": b""}
     last.unlink() if damage == "missing" else last.write_bytes(states[damage])
-    with pytest.warns(UserWarning, match="round-000000006 is damaged"):
+    with pytest.warns(UserWarning, match="round-000000007 is damaged"):
         run(three_clients, tmp_path / "cut", resume=True)
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
@@ -326,8 +328,49 @@ def test_nothing_is_a_pickle(three_clients: cf.FederatedData, tmp_path: Path) ->
 
 def test_another_config_is_not_resumed(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     stopped(three_clients, tmp_path / "cut")
-    with pytest.raises(cf.RunFolderError, match=r"another config .*rounds = 12 in the folder, rounds = 13 given"):
-        run(three_clients, tmp_path / "cut", resume=True, rounds=13)
+    with pytest.raises(cf.RunFolderError, match=r"another config .*quorum = 0.5 in the folder, quorum = 0.4 given"):
+        run(three_clients, tmp_path / "cut", resume=True, quorum=0.4)
+
+
+# Longer runs.
+
+
+@pytest.mark.parametrize("method", METHODS, ids=name_of)
+@pytest.mark.parametrize("every", [1, 3, 5])
+def test_a_finished_run_made_longer_is_the_long_run(
+    three_clients: cf.FederatedData, tmp_path: Path, method: Any, every: int
+) -> None:
+    """Also where the last round was evaluated only because it was the last."""
+    options = {"eval_every": every, **({"clients_per_round": None} if isinstance(method, cf.AFL) else {})}
+    long = run(three_clients, tmp_path / "long", method, rounds=17, **options)
+    run(three_clients, tmp_path / "short", method, rounds=8, **options)
+    result = run(three_clients, tmp_path / "short", method, rounds=17, resume=True, **options)
+    assert files(tmp_path / "short") == files(tmp_path / "long")
+    assert result.rounds == long.rounds and result.clients == long.clients and result.traffic == long.traffic
+
+
+def test_a_finished_run_can_be_resumed_as_it_is(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    first = run(three_clients, tmp_path / "run", rounds=8, eval_every=3)
+    before = files(tmp_path / "run")
+    again = run(three_clients, tmp_path / "run", rounds=8, eval_every=3, resume=True)
+    assert files(tmp_path / "run") == before and again.rounds == first.rounds
+
+
+def test_a_run_is_not_made_shorter(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    run(three_clients, tmp_path / "run", rounds=8)
+    before = files(tmp_path / "run")
+    with pytest.raises(cf.RunFolderError, match=r"already has 8 rounds, but rounds is 5; give at least as many"):
+        run(three_clients, tmp_path / "run", rounds=5, resume=True)
+    assert files(tmp_path / "run") == before
+
+
+def test_a_schedule_that_ends_at_0_does_not_get_longer(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    method = cf.FedAvg(lr=0.05, lr_schedule=cf.schedule.Cosine(8))
+    run(three_clients, tmp_path / "run", method, rounds=8)
+    before = files(tmp_path / "run")
+    with pytest.raises(cf.ConfigError, match="lr_schedule is 0 at round 9"):
+        run(three_clients, tmp_path / "run", method, rounds=20, resume=True)
+    assert files(tmp_path / "run") == before
 
 
 def test_other_data_are_not_resumed(three_clients: cf.FederatedData, tmp_path: Path) -> None:

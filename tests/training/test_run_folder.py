@@ -19,7 +19,7 @@ from torch import nn
 import comfedl as cf
 from comfedl.training.run_folder import write_atomic
 
-OWN = {"config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal"}
+OWN = {"config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint"}
 
 
 class Stops(cf.Callback):
@@ -267,8 +267,41 @@ FAILURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-def test_a_run_that_fails_leaves_nothing(three_clients: cf.FederatedData, tmp_path: Path, failure: str) -> None:
+STOPS = ("interrupted", "callback raises", "sys.exit")
+
+
+@pytest.mark.parametrize("failure", STOPS)
+def test_a_run_that_is_stopped_is_not_lost(three_clients: cf.FederatedData, tmp_path: Path, failure: str) -> None:
+    """It has the model of its last round, and goes on from there to the bit."""
+    run(three_clients, tmp_path / "whole", rounds=6)
+    with pytest.raises((KeyboardInterrupt, RuntimeError, SystemExit)):
+        run(three_clients, tmp_path / "run", rounds=6, **FAILURES[failure])
+    two = run(three_clients, tmp_path / "two", rounds=2)
+    stopped = cf.load_run(tmp_path / "run", nn.Linear(4, 3).double())
+    assert all(torch.equal(stopped.tensors[name], part) for name, part in two.params.items())
+    assert stopped.unfinished is not None and "after round 2 of 6; --resume goes on" in stopped.unfinished
+    run(three_clients, tmp_path / "run", rounds=6, resume=True)
+    one, other = content(tmp_path / "whole"), content(tmp_path / "run")
+    same = [name for name in one if not name.startswith("checkpoint/") and name != "summary.json"]
+    assert [name for name in same if one[name] != other[name]] == []
+
+
+def test_a_run_that_diverges_keeps_its_checkpoint(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    class Explodes(cf.Callback):
+        def settled(self, snapshot: Any) -> None:
+            if snapshot.round == 3:
+                raise cf.Diverged(4, "a", 1, float("nan"), 1.0)
+
+    with pytest.raises(cf.Diverged):
+        run(three_clients, tmp_path / "run", rounds=6, checkpoint_every=2, callbacks=[Explodes()])
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["round-000000002"]
+    with pytest.raises(cf.Diverged):
+        run(three_clients, tmp_path / "none", rounds=6, callbacks=[Explodes()])
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("failure", [failure for failure in FAILURES if failure not in STOPS])
+def test_a_run_that_fails_at_once_leaves_nothing(three_clients: cf.FederatedData, tmp_path: Path, failure: str) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises((cf.Diverged, KeyboardInterrupt, RuntimeError, SystemExit)):
         run(three_clients, tmp_path / "there" / "new" / "newer" / "run", **FAILURES[failure])
@@ -281,7 +314,6 @@ def test_a_run_that_fails_leaves_the_one_that_it_was_to_replace(
 ) -> None:
     run(three_clients, tmp_path / "run", rounds=4)
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    (tmp_path / "run" / "checkpoint").mkdir()
     (tmp_path / "run" / "checkpoint" / "state").write_bytes(b"\x00\x01")
     before = content(tmp_path)
     with pytest.raises((cf.Diverged, KeyboardInterrupt, RuntimeError, SystemExit)):
@@ -373,7 +405,7 @@ def test_one_callback_that_cannot_clean_up_does_not_keep_others_from_it(
     with pytest.raises((RuntimeError, OSError)):
         run(three_clients, tmp_path / "run", callbacks=[Clumsy(first), Listener()])
     assert heard == [first]
-    assert content(tmp_path) == {}
+    assert not list((tmp_path / "run").glob(".*"))  # no lock, and nothing half-written
 
 
 # One file.

@@ -14,7 +14,7 @@ from comfedl.config.schema import Config, run_config
 from comfedl.core.client_statistics import Row, smaller_is_better
 from comfedl.training.callbacks import Callback
 from comfedl.training.progress import Progress
-from comfedl.training.run_folder import check_free, finished_rows
+from comfedl.training.run_folder import check_free, finished_row
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.files import write_atomic
@@ -121,9 +121,9 @@ def run_comparison(
                 raise ConfigError(
                     f"split is {split!r}, but it must be train, or validation or test if the data have it."
                 )
-            done = finished_rows(folders[name, i], seeded.resolved()) if resume else None
+            done = finished_row(folders[name, i], seeded.resolved()) if resume else None
             if done is not None:
-                rows[name].append(done[-1])
+                rows[name].append(done)
                 continue
             folder, label = folders[name, i], f"{name}, seed {seeded.seed}"
             if make_callbacks is not None:
@@ -135,7 +135,7 @@ def run_comparison(
             except Diverged as error:
                 error.advice = f"This is {name} with seed {seeded.seed}. {error.advice}"
                 raise
-            rows[name].append(result.rounds[-1])
+            rows[name].append(result.row)
     comparison = Comparison(rows, split)
     write_atomic(out / "comparison.csv", comparison.to_csv().encode())
     return comparison

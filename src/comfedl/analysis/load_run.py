@@ -1,4 +1,4 @@
-"""Load a finished run: the trained model, ready to use."""
+"""Load a run: the trained model, ready to use."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from comfedl.config.schema import Config, parse_config, read_settings
 from comfedl.core.learner import Params
 from comfedl.data.tabular import Encoding
 from comfedl.models.functional import with_tensors
+from comfedl.training import checkpoint
 from comfedl.training.personal_models import MODELS, PersonalModels, file_name
 from comfedl.training.result import MOST_NAMED
 from comfedl.utils.errors import ConfigError, RunFolderError, nearest
@@ -25,7 +26,7 @@ from comfedl.utils.errors import ConfigError, RunFolderError, nearest
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A finished run, as returned by ``load_run``.
+    """A run, as returned by ``load_run``.
 
     Attributes:
         path: the run folder.
@@ -33,6 +34,7 @@ class SavedRun:
         config: the config; None if the run was started from Python.
         encoding: how table rows or images became inputs; None for arrays.
         given: the model passed to ``load_run``.
+        unfinished: for a run that was stopped or is still going on, a sentence that says where; else None.
     """
 
     path: Path
@@ -40,6 +42,7 @@ class SavedRun:
     config: Config | None
     encoding: Encoding | None
     given: nn.Module | None = None
+    unfinished: str | None = None
 
     @cached_property
     def module(self) -> nn.Module:
@@ -106,7 +109,9 @@ class SavedRun:
 
 
 def load_run(path: str | Path, model: nn.Module | None = None) -> SavedRun:
-    """Load a finished run; ``model`` is needed if the run was started from Python, not from a config.
+    """Load a run; ``model`` is needed if the run was started from Python, not from a config.
+
+    A run that was stopped, or is still going on, has the model of its last checkpoint.
 
     >>> load_run("nowhere")
     Traceback (most recent call last):
@@ -115,9 +120,18 @@ def load_run(path: str | Path, model: nn.Module | None = None) -> SavedRun:
     folder = Path(path)
     if not (folder / "config.toml").is_file():
         raise RunFolderError(f"{folder} holds no run; give the folder of a run.")
-    if not (folder / "summary.json").is_file():
-        raise RunFolderError(f"The run in {folder} has not finished; continue it first, with --resume.")
     settings = read_settings(folder / "config.toml")
+    unfinished = None
+    if (folder / "summary.json").is_file():
+        tensors = read_tensors(folder / "model.safetensors")
+    elif (saved := checkpoint.read_model(folder / "checkpoint")) is not None:
+        unfinished = (
+            f"The run in {folder} has not finished: this is its model after round {saved[0]} of "
+            f"{settings.get('rounds')}; --resume goes on."
+        )
+        tensors = saved[1]
+    else:
+        raise RunFolderError(f"The run in {folder} has neither finished nor a checkpoint; continue it with --resume.")
     from_config = {"data", "model", "algorithm"} <= settings.keys()
     encoding = None
     if (folder / "data.json").exists():
@@ -125,8 +139,7 @@ def load_run(path: str | Path, model: nn.Module | None = None) -> SavedRun:
             encoding = Encoding.from_dict(json.loads((folder / "data.json").read_text("utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunFolderError(f"{folder / 'data.json'} cannot be read ({error}).") from None
-    tensors = read_tensors(folder / "model.safetensors")
-    return SavedRun(folder, tensors, parse_config(settings) if from_config else None, encoding, model)
+    return SavedRun(folder, tensors, parse_config(settings) if from_config else None, encoding, model, unfinished)
 
 
 def read_tensors(file: Path) -> Params:

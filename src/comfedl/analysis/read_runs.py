@@ -41,18 +41,25 @@ class Run:
     folder: Path | None = None
     client_rows: Sequence[Row] = field(default=(), repr=False)
     """The rows of clients.jsonl, for a run without a folder."""
+    model_round: int | None = None
+    """The round of the model, if it is not the last."""
+    stopped: str | None = None
+    """Why it stopped before its last round."""
 
     @property
     def seed(self) -> int:
         return int(self.settings.get("seed", 0))
 
     def final_value(self, key: str) -> float | None:
-        """A value of the last evaluated round."""
-        value = self.rounds[-1].get(key) if self.rounds else None
+        """A value of the model's round: the last one, or the best by early stopping."""
+        chosen = [row for row in self.rounds if row["round"] == self.model_round] or self.rounds[-1:]
+        value = chosen[-1].get(key) if chosen else None
         return float(value) if isinstance(value, int | float) else None
 
     def final_client_rows(self) -> list[Row]:
-        """The client rows of the last evaluated round."""
+        """The client rows of the model's round."""
+        if self.folder is not None and self.model_round is not None:
+            return [row for row in read_rows(self.folder / "clients.jsonl") if row["round"] == self.model_round]
         if self.folder is None:
             last = max((row["round"] for row in self.client_rows), default=0)  # type: ignore[type-var]
             return [row for row in self.client_rows if row["round"] == last]
@@ -126,10 +133,12 @@ def read_run(folder: Path) -> Run:
         settings = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
         rounds = list(read_rows(folder / "rounds.jsonl"))
         summary = folder / "summary.json"
-        seconds = json.loads(summary.read_text(encoding="utf-8")).get("seconds") if summary.exists() else None
+        ended = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+        seconds = ended.get("seconds")
     except (OSError, ValueError) as error:  # not TOML, JSON or UTF-8
         raise RunFolderError(f"{folder} cannot be read as a run ({error}); give another folder.") from None
-    return Run(settings, rounds, seconds is not None, seconds, folder)
+    chosen, stopped = ended.get("round"), ended.get("stopped")
+    return Run(settings, rounds, seconds is not None, seconds, folder, model_round=chosen, stopped=stopped)
 
 
 def read_rows(path: Path) -> Iterator[Row]:

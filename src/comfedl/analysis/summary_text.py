@@ -89,6 +89,8 @@ def cautions(methods: Sequence[Method]) -> list[str]:
                 total = run.settings.get("rounds", "?")
                 at = f"round {run.rounds[-1]['round']} of {total}" if run.rounds else "no round evaluated yet"
                 out.append(f"{method.name} (seed {run.seed}) has not finished: {at}.")
+            if run.stopped is not None:
+                out.append(f"{method.name} (seed {run.seed}): {run.stopped}")
     sampled = {count for method in methods for run in method.runs if (count := run.final_value("eval_clients"))}
     if sampled:
         out.append(f"Only a sample of {', '.join(f'{count:g}' for count in sorted(sampled))} clients was evaluated.")

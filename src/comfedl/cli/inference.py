@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from comfedl.cli.options import print_table
 from comfedl.utils.errors import RunFolderError
+
+if TYPE_CHECKING:
+    from comfedl.analysis.load_run import SavedRun
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Replace = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
@@ -25,13 +28,12 @@ def predict(
     force: Replace = False,
 ) -> None:
     """Predict new samples with a trained model and write a CSV file."""
-    from comfedl.analysis.load_run import load_run
     from comfedl.analysis.predict import predict as make_predictions
     from comfedl.training.run_folder import readable
     from comfedl.utils.files import write_atomic
 
     _check_writable(out, force)
-    text = make_predictions(load_run(run), data, client, model)
+    text = make_predictions(_load(run), data, client, model)
     with readable(out):
         write_atomic(out, text.encode())
     typer.echo(f"Written to {out}: {text.count(chr(10)) - 1} predictions")
@@ -49,14 +51,13 @@ def evaluate(
     """Score a trained model on each client's data."""
     from comfedl.analysis.compare import rows_to_csv
     from comfedl.analysis.evaluate import evaluate as make_scores
-    from comfedl.analysis.load_run import load_run
     from comfedl.cli.tables import show_scores
     from comfedl.training.run_folder import readable
     from comfedl.utils.files import write_atomic
 
     if out is not None:
         _check_writable(out, force)
-    scores = make_scores(load_run(run), split, data)
+    scores = make_scores(_load(run), split, data)
     print_table(show_scores(scores))
     if out is not None:
         with readable(out):
@@ -77,7 +78,6 @@ def personalise(
     force: Replace = False,
 ) -> None:
     """Adapt a trained model to a new client, and show its scores before and after."""
-    from comfedl.analysis.load_run import load_run
     from comfedl.analysis.personalize import personalize
     from comfedl.cli.tables import show_personalized
     from comfedl.training.run_folder import readable
@@ -85,12 +85,22 @@ def personalise(
     target = out or Path(f"{data.stem}.safetensors")
     _check_writable(target, force)
     with readable(target):
-        found = personalize(load_run(run), data, target, steps, lr, held_out, seed)
+        found = personalize(_load(run), data, target, steps, lr, held_out, seed)
     typer.echo(f"Adapted with {found.steps} steps of lr {found.lr:g} on {found.adapted_on} samples.")
     print_table(show_personalized(found))
     if found.after["loss"] > found.before["loss"]:
         typer.echo("Adapting increased the held-out loss: use the global model, or a smaller --lr.")
     typer.echo(f"Written to {target}; use it with: comfedl predict {run} DATA --model {target}")
+
+
+def _load(folder: Path) -> SavedRun:
+    """Load a run; if it has not finished, say where it is."""
+    from comfedl.analysis.load_run import load_run
+
+    run = load_run(folder)
+    if run.unfinished is not None:
+        typer.echo(run.unfinished, err=True)
+    return run
 
 
 def _check_writable(out: Path, force: bool) -> None:

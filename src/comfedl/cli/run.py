@@ -63,6 +63,8 @@ def run(
     result = run_config(parsed, folder, force, resume, callbacks=callbacks, fed=parsed.make_data(progress=True))
     if log != "json":
         print_table(show_summary(result.summary(), parsed.algorithm.name))
+        if result.stopped is not None:
+            typer.echo(result.stopped)
         typer.echo(f"Written to {folder}")
 
 

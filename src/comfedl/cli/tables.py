@@ -123,8 +123,9 @@ def _format(value: float) -> str:
 def show_summary(summary: Mapping[str, Any], title: str) -> Table:
     """The summary of a run: statistics of each metric over clients."""
     sampled = f", {summary['eval_clients']} clients sampled" if "eval_clients" in summary else ""
+    best = f" (model of round {summary['round']})" if "round" in summary else ""
     table = _table(
-        f"{title}, after {summary['rounds']} rounds{sampled}", "", "mean", "worst client", "worst 10 %", "std"
+        f"{title}, after {summary['rounds']} rounds{best}{sampled}", "", "mean", "worst client", "worst 10 %", "std"
     )
     for split in ("train", "validation", "test"):
         for metric, values in summary.get(split, {}).items():

@@ -24,6 +24,7 @@ from comfedl.training.callbacks import Callback
 from comfedl.training.fit import fit
 from comfedl.training.options import RECORDED, RunOptions
 from comfedl.training.result import Result
+from comfedl.training.stopping import EarlyStopping
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.toml import describe
@@ -49,6 +50,16 @@ class FlowerTable(BaseModel):
             checks.at_least("flower.sites", self.sites, 1)
         elif self.sites is not None and len({*self.sites, ""}) <= len(self.sites):
             raise ConfigError(f"flower.sites is {self.sites!r}, but it must be a number, or a list of different names.")
+
+
+class StopTable(BaseModel):
+    """[stop]: when to end the run early; see ``EarlyStopping``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    metric: str
+    patience: int = 20
+    restore_best: bool = True
 
 
 ENGINE_DEFAULTS = engine_options("distributed")
@@ -96,6 +107,7 @@ class Config(BaseModel):
     data: DataTable
     model: NamedTable = NamedTable(name="logistic")
     algorithm: NamedTable
+    stop: StopTable | None = None
     tune: dict[str, Any] | None = None
     """The search space of ``comfedl tune``; ignored by a run."""
 
@@ -173,7 +185,12 @@ class Config(BaseModel):
 
     def run_options(self, **more: Any) -> RunOptions:
         """The options of a run of this config; ``more`` replaces some or adds those that no config has."""
-        return RunOptions(**{**{name: getattr(self, name) for name in RECORDED}, **more})
+        return RunOptions(**{**{name: getattr(self, name) for name in RECORDED}, "stop": self.early_stopping, **more})
+
+    @property
+    def early_stopping(self) -> EarlyStopping | None:
+        """When to end the run early; None for the last round."""
+        return None if self.stop is None else EarlyStopping(**self.stop.model_dump())
 
     def resolved(self) -> dict[str, Any]:
         """All values, including defaults, as a config that reproduces this run."""
@@ -184,6 +201,7 @@ class Config(BaseModel):
         return {
             **self.model_dump(include={*RECORDED} - ({"save_personal"} if self.save_personal else set())),
             **({} if self.loss == "cross_entropy" else {"loss": self.loss}),
+            **({} if self.stop is None else {"stop": self.stop.model_dump()}),
             "data": self.data.resolved(),
             "model": {"name": self.model.name, **model, **self.model.arguments},
             "algorithm": {"name": self.algorithm.name, **algorithm, **references},
@@ -270,6 +288,7 @@ def run_config(
         loss=config.loss,
         settings=config.resolved(),
         engine_options=config.engine_options,
+        stop=config.early_stopping,
     )
 
 
@@ -281,7 +300,7 @@ def _to_config_error(error: ValidationError, table: str = "") -> ConfigError:
     first = error.errors()[0]
     path = [table, *map(str, first["loc"])] if table else [str(part) for part in first["loc"]]
     where = ".".join(path)
-    tables: dict[str, type[BaseModel]] = {**ENGINE_TABLES, "flower": FlowerTable}
+    tables: dict[str, type[BaseModel]] = {**ENGINE_TABLES, "flower": FlowerTable, "stop": StopTable}
     if first["type"] == "extra_forbidden" and path[0] in tables:
         return build.unknown_key(path[0], path[1], tables[path[0]].model_fields)
     if first["type"] == "extra_forbidden":

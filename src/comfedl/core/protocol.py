@@ -223,6 +223,10 @@ class Engine(ABC):
     def restore(self, states: Mapping[int, Tree]) -> None:
         """Restore what ``states`` returned."""
 
+    def can_save(self, error: BaseException) -> bool:
+        """Whether ``states`` can be called after a run has failed with this error."""
+        return True
+
     def broadcast(self, make: Callable[[], T]) -> T:
         """Call ``make`` in the leader only, and return its value in all processes."""
         return make()

@@ -127,6 +127,10 @@ class Distributed(Engine):
         own = {client: state for client, state in states.items() if self._owner[client] == self._group.rank}
         self._clients.restore(tree.map(lambda leaf: leaf.to(self._device), own))
 
+    def can_save(self, error: BaseException) -> bool:
+        """A missed quorum is seen by all ranks, which then wait for the leader; else they wait between rounds only."""
+        return isinstance(error, QuorumError) or (self._waiting and not isinstance(error, RankError))
+
     def broadcast(self, make: Callable[[], T]) -> T:
         value = make() if self.is_leader else None
         self._synchronize(BROADCAST)
@@ -137,10 +141,9 @@ class Distributed(Engine):
         if error is None:
             self._synchronize(FINISH)
             return
-        # A missed quorum is seen by all ranks, which then wait while the leader saves the last round.
         no_quorum = isinstance(error, QuorumError)
         with contextlib.suppress(Exception):
-            if self.is_leader and (no_quorum or (self._waiting and not isinstance(error, RankError))):
+            if self.is_leader and self.can_save(error):
                 self._group.broadcast_ints(FAILED, 0)
                 self._group.broadcast_object((isinstance(error, KeyboardInterrupt), str(error)))
             elif no_quorum:

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from comfedl.core.learner import Model, Params
 from comfedl.utils import tree
 from comfedl.utils.errors import RunFolderError
 from comfedl.utils.files import TensorFile, TensorSpec, sync
@@ -35,7 +37,7 @@ KEPT = 2  # so that one is left if the last is damaged
 class Snapshot:
     """A run between two rounds: the server's state, the clients' states (by position), and the bytes sent.
 
-    ``offences`` counts each client's refused replies.
+    ``offences`` counts each client's refused replies; ``model`` is the global model as it is reported.
     """
 
     round: int
@@ -43,18 +45,29 @@ class Snapshot:
     clients: Callable[[], Mapping[int, Tree]]
     traffic: Mapping[str, int]
     offences: Mapping[int, int]
+    model: Model
+
+
+Records = Mapping[str, tuple[int, str]]
+"""The size in bytes and the checksum of each record file."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint: the snapshot, and the size in bytes and checksum of each record file at that round."""
+    """A checkpoint: the snapshot, and the records at that round.
+
+    ``regular`` are the records without those that are there only because the round was the run's last.
+    """
 
     snapshot: Snapshot
-    records: Mapping[str, tuple[int, str]]
+    records: Records
+    regular: Records
 
 
-def write(folder: Path, snapshot: Snapshot, records: Mapping[str, tuple[int, str]], fingerprint: str) -> None:
-    """Write a checkpoint, and delete all but the last few."""
+def write(
+    folder: Path, snapshot: Snapshot, records: Records, fingerprint: str, regular: Records, frozen: Params
+) -> None:
+    """Write a checkpoint, and delete all but the last few; ``frozen`` is the part of the model that is not trained."""
     tensors: dict[str, Tensor] = {}
     places: dict[tuple[Any, ...], str] = {}
 
@@ -73,8 +86,10 @@ def write(folder: Path, snapshot: Snapshot, records: Mapping[str, tuple[int, str
         "fingerprint": fingerprint,
         "traffic": dict(snapshot.traffic),
         "records": dict(records),
+        "regular": dict(regular),
         "offences": {str(client): count for client, count in snapshot.offences.items()},
         "state": state,
+        "model": _map_to_text(keep, {**snapshot.model["params"], **frozen, **snapshot.model["buffers"]}),
         "clients": [group.places for group in groups],
     }
     final, part = folder / f"round-{snapshot.round:09d}", folder / f".round-{snapshot.round:09d}.part"
@@ -151,10 +166,22 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Lo
                 "that version, or start over with --force."
             ) from error
         offences = {int(client): count for client, count in meta["offences"].items()}
-        snapshot = Snapshot(meta["round"], state, kept.copy, meta["traffic"], offences)
-        return LoadedCheckpoint(snapshot, meta["records"])
+        snapshot = Snapshot(meta["round"], state, kept.copy, meta["traffic"], offences, state["model"])
+        return LoadedCheckpoint(snapshot, meta["records"], meta.get("regular", meta["records"]))
     if found:
         raise RunFolderError(f"All checkpoints in {folder} are damaged; start over with --force.")
+    return None
+
+
+def read_model(folder: Path) -> tuple[int, Params] | None:
+    """The round and the global model of the newest undamaged checkpoint, if there is one."""
+    for path in _checkpoints(folder):
+        try:
+            meta = json.loads(_verified((path / "meta.json").read_bytes()))
+            with safe_open(path / "tensors.safetensors", framework="pt") as file:
+                return int(meta["round"]), {name: file.get_tensor(place) for name, place in meta["model"].items()}
+        except Exception:  # a damaged file may raise anything
+            continue
     return None
 
 

@@ -30,6 +30,7 @@ from comfedl.training.loop import Loop
 from comfedl.training.options import RunOptions
 from comfedl.training.result import Result
 from comfedl.training.run_folder import RunFolder
+from comfedl.training.stopping import BEST, EarlyStopping
 from comfedl.training.worker_callback import WorkerCallback
 from comfedl.utils import tree
 from comfedl.utils.errors import ConfigError, Diverged
@@ -59,6 +60,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     settings: Mapping[str, Any] | None = None,
     engine_options: Mapping[str, Any] | None = None,
+    stop: EarlyStopping | None = None,
 ) -> Result:
     """Train a model over the clients' data.
 
@@ -85,6 +87,7 @@ def fit(
         quorum: the fraction of a round's replies that must be usable; with fewer, the run saves its state and stops.
         callbacks: callbacks for the training loop.
         settings: the config to record in the run folder; by default these arguments.
+        stop: end the run early, such as ``EarlyStopping("validation.accuracy.worst", patience=20)``.
         engine_options: options of the engine, such as ``{"vectorize": "serial"}`` (see ``Embedded``).
 
     Raises:
@@ -108,6 +111,7 @@ def fit(
         force=force,
         progress=progress,
         callbacks=callbacks,
+        stop=stop,
     )
     check_kinds(algorithm, fed)
     options.check_clients(len(fed))
@@ -159,7 +163,8 @@ def fit_on(
         folder = None
         if options.out is not None and clients.is_leader:
             known = fingerprint(*contents, *frozen.values(), *tree.leaves(initial))
-            folder = RunFolder(Path(options.out), settings, options, known, encoding)
+            folder = RunFolder(Path(options.out), settings, options, known, encoding, frozen)
+            folder.can_save = clients.can_save
             if options.save_personal and count > personal_models.MOST_FILES:
                 folder.personal_bytes = count * tree.nbytes({**initial, "frozen": frozen})
             callbacks.insert(0, folder)
@@ -171,21 +176,32 @@ def fit_on(
         algorithm.check(count, loop.participants)
         algorithm.check_rounds(options.rounds)
         state, first_round = algorithm.initial_state(initial, count), 1
+        if options.stop is not None:
+            state[BEST] = options.stop.initial(initial)
         loaded = clients.broadcast(partial(_load, folder, options.resume, state, device, clients.names))
         if loaded is not None:
             saved, loop.rows, loop.client_rows = loaded
             if saved is not None:
                 state = tree.map(lambda leaf, mate: leaf.to(mate.device), saved.state, state)
                 first_round = saved.round + 1
+                loop.done = saved.round
                 clients.restore(saved.clients())
                 loop.traffic = Traffic(**saved.traffic)
                 validator.offences = dict(saved.offences)
+        loop.best = state.pop(BEST, None)
+        loop.check_stop()
         for callback in callbacks:
             callback.started()
-        for number in range(first_round, options.rounds + 1):
+        number = first_round
+        while number <= options.rounds and loop.stopped is None:
             state = loop.run_round(number, state)
+            number += 1
         loop.complete_round()
-        final = algorithm.reported(state)
+        final, chosen = algorithm.reported(state), loop.done
+        last = Model(params={**final["params"], **frozen}, buffers=final["buffers"])
+        best = chosen if loop.best is None else int(loop.best["round"])
+        if loop.best is not None and options.stop is not None and options.stop.restore_best:
+            final, chosen = loop.best["model"], best
         result = Result(
             params={**final["params"], **frozen},
             buffers=final["buffers"],
@@ -194,8 +210,12 @@ def fit_on(
             traffic=loop.traffic.so_far(),
             seconds=time.perf_counter() - started,
             names=clients.names,
-            ask_personal=loop.personal_models(options.rounds, final, frozen),
+            ask_personal=loop.personal_models(chosen, final, frozen),
             module=module,
+            best_round=best,
+            stopped=loop.stopped,
+            round=chosen,
+            last=last,
         )
         for callback in callbacks:
             callback.finished(result)

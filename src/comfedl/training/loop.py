@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,8 +20,10 @@ from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Snapshot
 from comfedl.training.client_records import ClientRows, Evaluation, few_as_list
 from comfedl.training.options import RunOptions
+from comfedl.training.stopping import BEST
 from comfedl.utils import rng
 from comfedl.utils.errors import Diverged, QuorumError
+from comfedl.utils.tree import Tree
 
 
 class Loop:
@@ -43,6 +46,9 @@ class Loop:
         self._evaluated: Sequence[int] = range(len(engine.names))
         self._extra: Row = {}  # constant columns of every row
         self._pending: Callable[[], None] | None = None
+        self.done = 0  # the last completed round
+        self.best: dict[str, Tree] | None = None  # of early stopping
+        self.stopped: str | None = None
         if options.eval_clients is not None:
             generator = rng.generator(options.seed, "evaluated clients")
             drawn = generator.choice(len(engine.names), size=options.eval_clients, replace=False, shuffle=False)
@@ -50,7 +56,7 @@ class Loop:
 
     def run_round(self, number: int, state: State) -> State:
         """A round, its evaluation and callbacks; if the engine defers replies, these two follow the next round."""
-        evaluated = number % self.options.eval_every == 0 or number == self.options.rounds
+        evaluated, sent = self.options.is_evaluated(number), self.traffic.so_far()
         context = RoundContext(
             number,
             self.options.seed,
@@ -64,18 +70,23 @@ class Loop:
         try:
             after, participation = self.algorithm.at_round(number).round(state, context)
             self.algorithm.check_state(state, after)
-            state = after
         except (QuorumError, Diverged):
             self.complete_round()  # the previous round succeeded, and the run can resume from it
-            raise
-        self.complete_round()
+            if self.stopped is None:
+                raise
+        else:
+            self.complete_round()
+        if self.stopped is not None:  # by the round before, whose scores came with this one's replies: discard this one
+            self.traffic = Traffic(**sent)
+            return state
+        state = after
         record = self._evaluate(number, state, participation) if evaluated else None
         if record is not None and not self.engine.defers_replies:
             record()
             record = None
         self.engine.commit_round()
         states, offences = self.engine.capture_states(), dict(self.validator.offences)
-        snapshot = Snapshot(number, state, states, self.traffic.so_far(), offences)
+        snapshot = Snapshot(number, state, states, self.traffic.so_far(), offences, self.algorithm.reported(state))
         self._pending = partial(self._done, snapshot, record)
         if not self.engine.defers_replies:
             self.complete_round()
@@ -90,18 +101,32 @@ class Loop:
     def _done(self, snapshot: Snapshot, record: Callable[[], None] | None) -> None:
         if record is not None:
             record()
+        self.done = snapshot.round
+        if self.best is not None:
+            snapshot = replace(snapshot, state={**snapshot.state, BEST: self.best})
+            self.check_stop()
         for callback in self.callbacks:
             callback.round_done(snapshot.round)
             callback.settled(snapshot)
 
+    def check_stop(self) -> None:
+        """See whether to stop before the last round."""
+        if self.options.stop is not None and self.best is not None and self.done < self.options.rounds:
+            self.stopped = self.options.stop.reason(self.best, self.done)
+
     def _evaluate(self, number: int, state: State, participation: Participation) -> Callable[[], None]:
         """Request the clients' scores; the returned function fetches and records them."""
-        message = {"model": self.algorithm.reported(state)}
-        answers = self.engine.run_deferred("evaluate", self._evaluated, message, number)
-        return partial(self._record, number, participation, answers, self.traffic.so_far())
+        model = self.algorithm.reported(state)
+        answers = self.engine.run_deferred("evaluate", self._evaluated, {"model": model}, number)
+        return partial(self._record, number, model, participation, answers, self.traffic.so_far())
 
     def _record(
-        self, number: int, participation: Participation, answers: Callable[[], Replies], sent: Mapping[str, int]
+        self,
+        number: int,
+        model: Model,
+        participation: Participation,
+        answers: Callable[[], Replies],
+        sent: Mapping[str, int],
     ) -> None:
         replies = self.validator.validate(number, self._evaluated, answers(), self.steps["evaluate"].sends)
         weights: dict[int, float] = {}
@@ -122,6 +147,8 @@ class Loop:
             **sent,
             **self._extra,
         }
+        if self.options.stop is not None and self.best is not None:
+            self.best = self.options.stop.improved(self.best, row, model)
         self.rows.append(row)
         self.client_rows.add(found)
         for callback in self.callbacks:

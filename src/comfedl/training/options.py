@@ -9,6 +9,7 @@ from typing import Any
 
 from comfedl.engines import AT_SITES, ENGINES
 from comfedl.training.callbacks import Callback
+from comfedl.training.stopping import EarlyStopping
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
 
@@ -34,6 +35,7 @@ class RunOptions:
     force: bool = False
     progress: bool = False
     callbacks: Sequence[Callback] = ()
+    stop: EarlyStopping | None = None
 
     def __post_init__(self) -> None:
         checks.at_least("rounds", self.rounds, 1)
@@ -47,8 +49,21 @@ class RunOptions:
                 checks.at_least(name, getattr(self, name), 1)
         if not isinstance(self.save_personal, bool):
             raise ConfigError(f"save_personal is {self.save_personal!r}, but it must be true or false.")
+        if self.stop is not None and not isinstance(self.stop, EarlyStopping):
+            raise ConfigError(
+                f"stop is {self.stop!r}, but it must be None or an EarlyStopping, such as "
+                'EarlyStopping("validation.accuracy.worst", patience=20).'
+            )
         for name in ("rounds", "seed", "eval_every"):  # convert NumPy integers
             object.__setattr__(self, name, int(getattr(self, name)))
+
+    def is_scheduled(self, number: int) -> bool:
+        """Whether a round is evaluated, however long the run is."""
+        return number % self.eval_every == 0
+
+    def is_evaluated(self, number: int) -> bool:
+        """Whether a round is evaluated: the last one always is."""
+        return number == self.rounds or self.is_scheduled(number)
 
     def check_clients(self, clients: int) -> None:
         """Check that there are enough clients for the options."""
@@ -63,9 +78,10 @@ class RunOptions:
     def recorded(self) -> dict[str, Any]:
         """The options that define the run, as its config records them."""
         found = {name: getattr(self, name) for name in RECORDED}
-        return found | {"save_personal": None if self.save_personal else False}
+        stop = None if self.stop is None else dict(vars(self.stop))
+        return found | {"save_personal": None if self.save_personal else False, "stop": stop}
 
 
-NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks")
+NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop")
 RECORDED = tuple(field.name for field in fields(RunOptions) if field.name not in NOT_RECORDED)
 """The options that a config may set."""

@@ -31,6 +31,10 @@ class Result:
             with more than 100,000 rows a sequence that makes rows on access.
         traffic: bytes sent in training, up from the clients and down to them.
         seconds: how long the run took.
+        best_round: the best round by ``EarlyStopping``; without it, the last.
+        stopped: why the run stopped before its last round, in a sentence; None if it did not.
+        round: the round of ``params``: the last, or with ``EarlyStopping(restore_best=True)`` the best.
+        last: the model after the last round, if it is another one.
     """
 
     params: Params
@@ -42,6 +46,10 @@ class Result:
     names: Sequence[str] = field(repr=False)
     ask_personal: Callable[[Sequence[int]], Iterator[Model]] = field(repr=False)
     module: nn.Module | None = field(default=None, repr=False)
+    best_round: int = 0
+    stopped: str | None = None
+    round: int = 0
+    last: Model | None = field(default=None, repr=False)
 
     def state_dict(self, client: str | None = None) -> Params:
         """Parameters and buffers for ``model.load_state_dict``: the global model's, or a client's personal model's."""
@@ -67,11 +75,19 @@ class Result:
             raise ConfigError(f"{client!r} is not a client of this run; {known}.")
         return next(self.ask_personal([place]))
 
+    @property
+    def row(self) -> Row:
+        """The row of the returned model's round."""
+        return next((row for row in self.rounds if row["round"] == self.round), self.rounds[-1])
+
     def summary(self) -> dict[str, Any]:
-        """The last evaluated round's row, nested, with traffic and time."""
-        last = self.rounds[-1]
+        """The row of the returned model's round, nested, with traffic and time."""
+        last = self.row
+        early = self.stopped is not None or self.round != self.rounds[-1]["round"]
+        stop = {"round": self.round, "best_round": self.best_round, "stopped": self.stopped}
         return {
-            "rounds": last["round"],
+            "rounds": self.rounds[-1]["round"],
+            **(stop if early else {}),
             **client_statistics.nested(last),
             "objective": last["objective"],
             "effective_clients": last["effective_clients"],

@@ -16,7 +16,7 @@ import tempfile
 import time
 import tomllib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -24,26 +24,27 @@ from typing import IO, Any
 import torch
 
 from comfedl.core.client_statistics import Row
-from comfedl.core.learner import Model
+from comfedl.core.learner import Model, Params
 from comfedl.data.tabular import Encoding
 from comfedl.training import checkpoint
 from comfedl.training.callbacks import Callback
-from comfedl.training.checkpoint import Snapshot
+from comfedl.training.checkpoint import Records, Snapshot
 from comfedl.training.client_records import ClientRows
 from comfedl.training.options import RunOptions
 from comfedl.training.personal_models import model_bytes, write_personal
 from comfedl.training.result import Result
 from comfedl.utils import torchrun
-from comfedl.utils.errors import ConfigError, DataError, Diverged, QuorumError, RunFolderError
+from comfedl.utils.errors import ConfigError, DataError, Diverged, RunFolderError
 from comfedl.utils.files import remove_partial_files, write_atomic
 from comfedl.utils.lock import release_lock, take_lock
 from comfedl.utils.signals import install_handlers, restore_handlers
 from comfedl.utils.toml import to_toml
 from comfedl.utils.tree import Tree
 
+LAST_MODEL = "last.safetensors"  # the model after the last round, if early stopping chose another
 # The files of a run. A folder with any of them is not free, since they would be replaced.
 FILES = (
-    *("config.toml", "data.json", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors"),
+    *("config.toml", "data.json", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", LAST_MODEL),
     *("personal", "checkpoint"),
     *("tensorboard", "mlflow.json"),  # of trackers
     *("sites.json", "sites.jsonl"),  # of runs over sites
@@ -86,8 +87,9 @@ def check_free(path: Path, force: bool, resume: bool = False) -> None:
 class RunFolder(Callback):
     """Writes a run's records and checkpoints as it goes, and reads them for a resume.
 
-    A run that fails before its first checkpoint, or because training diverged, leaves no files, and a run that it was
-    to replace is restored. A run that was interrupted, or could not write, keeps its checkpoint.
+    What was checkpointed is never deleted. A run that is interrupted or fails writes a checkpoint of its last round;
+    one that diverges, or that cannot start or write, does not. If there is no checkpoint it leaves no files, and a run
+    that it was to replace is restored.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class RunFolder(Callback):
         options: RunOptions,
         fingerprint: str = "",
         encoding: Encoding | None = None,
+        frozen: Params | None = None,
     ) -> None:
         if options.force and options.resume:
             raise ConfigError("force and resume are both given; force replaces the run, resume continues it: give one.")
@@ -104,15 +107,19 @@ class RunFolder(Callback):
         self.path, self._settings, self._fingerprint = path, settings, fingerprint
         self._every, self._resumed = options.checkpoint_every, options.resume and (path / "config.toml").exists()
         self._personal, self.personal_bytes = options.save_personal, 0  # expected size of the personal models
-        self._encoding = encoding
+        self._encoding, self._frozen, self._options = encoding, frozen or {}, options
         self._streams: dict[str, IO[str]] = {}
         self._digests = {name: hashlib.sha256() for name in RECORDS}
+        self._regular: tuple[int, Records] = 0, {}  # the records before a round that is evaluated only as the last
         self._created: list[Path] = []
         self._replaced: Path | None = None
         self._lock: IO[str] | None = None
         self._started = self._cleared = self._finished = False
         self._saved_round = 0
         self._last: Snapshot | None = None
+        self._last_records: Records = {}
+        self.can_save: Callable[[BaseException], bool] = lambda error: True
+        """Whether the clients' states can still be had after this error."""
         self._stop: int | None = None
         self._handlers: dict[int, Any] = {}
 
@@ -133,14 +140,22 @@ class RunFolder(Callback):
                     "with its own config, or start over with --force."
                 )
             saved = checkpoint.read(self.path / "checkpoint", self._fingerprint, like, device)
+            if saved is not None and saved.snapshot.round > self._options.rounds:
+                raise RunFolderError(
+                    f"{self.path} already has {saved.snapshot.round} rounds, but rounds is {self._options.rounds}; "
+                    "give at least as many to make it longer, or start over with --force."
+                )
+            longer = saved is not None and self._options.rounds > saved.snapshot.round
             for name in RECORDS:
-                size, checksum = (0, hashlib.sha256().hexdigest()) if saved is None else saved.records[name]
+                size, checksum = 0, hashlib.sha256().hexdigest()
+                if saved is not None:
+                    size, checksum = (saved.regular if longer else saved.records)[name]
                 self._digests[name] = _truncate(self.path / name, size, checksum)
             rows, client_rows = (
                 list(_rows(self.path / RECORDS[0])),
                 ClientRows.read(_rows(self.path / RECORDS[1]), names),
             )
-            for name in ("summary.json", "model.safetensors"):  # of a finished run that gets more rounds
+            for name in ("summary.json", "model.safetensors", LAST_MODEL):  # of a finished run that gets more rounds
                 (self.path / name).unlink(missing_ok=True)
             if (self.path / "personal").is_dir():
                 shutil.rmtree(self.path / "personal")
@@ -171,6 +186,9 @@ class RunFolder(Callback):
         self._saved_at = time.monotonic()
 
     def evaluated(self, row: Row, clients: Sequence[Row]) -> None:
+        number = int(row["round"])  # type: ignore[arg-type]
+        if not self._options.is_scheduled(number):
+            self._regular = number, self._written()
         with readable(self.path):
             for name, rows in zip(RECORDS, ([row], clients), strict=True):
                 left = iter(rows)
@@ -181,7 +199,7 @@ class RunFolder(Callback):
 
     def settled(self, snapshot: Snapshot) -> None:
         due = time.monotonic() - self._saved_at >= SECONDS if self._every is None else snapshot.round % self._every == 0
-        self._last = snapshot
+        self._last, self._last_records = snapshot, self._written()
         if due or self._stop is not None:
             self._save(snapshot)
         if self._stop is not None:
@@ -191,18 +209,27 @@ class RunFolder(Callback):
         with readable(self.path):
             for stream in self._streams.values():
                 os.fsync(stream.fileno())
-            records = {
-                name: (os.fstat(stream.fileno()).st_size, self._digests[name].hexdigest())
-                for name, stream in self._streams.items()
-            }
-            checkpoint.write(self.path / "checkpoint", snapshot, records, self._fingerprint)
+            records = self._last_records
+            regular = self._regular[1] if self._regular[0] == snapshot.round else records
+            checkpoint.write(self.path / "checkpoint", snapshot, records, self._fingerprint, regular, self._frozen)
         self._saved_at, self._saved_round = time.monotonic(), snapshot.round
 
+    def _written(self) -> Records:
+        """The records so far."""
+        return {
+            name: (os.fstat(stream.fileno()).st_size, self._digests[name].hexdigest())
+            for name, stream in self._streams.items()
+        }
+
     def finished(self, result: Result) -> None:
+        if self._last is not None and self._saved_round < self._last.round:
+            self._save(self._last)  # so that the run can be made longer
         with readable(self.path):
             self._close()
             whole = Model(params=result.params, buffers=result.buffers)
             write_atomic(self.path / "model.safetensors", model_bytes(whole))
+            if result.last is not None and result.round != result.rounds[-1]["round"]:
+                write_atomic(self.path / LAST_MODEL, model_bytes(result.last))
             if self._personal:
                 write_personal(self.path / "personal", result)
             write_atomic(self.path / "summary.json", (json.dumps(result.summary(), indent=2) + "\n").encode())
@@ -212,22 +239,25 @@ class RunFolder(Callback):
         self._release()
 
     def failed(self, error: BaseException) -> None:
-        if isinstance(error, QuorumError) and self._last is not None:
+        unusable = isinstance(error, Diverged | ConfigError | DataError | RunFolderError)
+        newer = self._last if self._last is not None and self._last.round > self._saved_round else None
+        # A run that it was to replace comes back instead, unless this one has a checkpoint already.
+        keep = self._replaced is None and not self._finished and not unusable
+        if newer is not None and keep and self.can_save(error):
             with contextlib.suppress(OSError):
-                self._save(self._last)  # the run can resume once the clients are fixed
+                self._save(newer)  # the run can be used as it is, and resumed
         with contextlib.suppress(OSError):
             self._close()
         try:
             if self._started and not self._finished:
-                self._clean_up(error)
+                self._clean_up()
         finally:
             self._release(error)
         self._remove_created()
 
-    def _clean_up(self, error: BaseException) -> None:
-        """Keep the last checkpoint if the run can resume from it; otherwise restore what was there before."""
-        hopeless = isinstance(error, Diverged | ConfigError | DataError)
-        if self._resumed or (self._saved_round and not hopeless):
+    def _clean_up(self) -> None:
+        """Keep a run that has a checkpoint; otherwise restore what was there before."""
+        if self._resumed or self._saved_round:
             if self._replaced is not None:
                 shutil.rmtree(self._replaced)
             return
@@ -303,7 +333,10 @@ def _same_run(written: str, settings: Mapping[str, Any]) -> bool:
         recorded, given = tomllib.loads(written), tomllib.loads(to_toml(settings))
     except tomllib.TOMLDecodeError:
         return False
-    return all(recorded.get(key) == given.get(key) for key in {*recorded, *given} - {*PLACES})
+    # Another number of rounds makes it longer; of early stopping, only the measure must stay.
+    measures = [settings.get("stop", {}).get("metric") for settings in (recorded, given)]
+    keys = {*recorded, *given} - {*PLACES, "rounds", "stop"}
+    return measures[0] == measures[1] and all(recorded.get(key) == given.get(key) for key in keys)
 
 
 def _truncate(path: Path, size: int, checksum: str) -> hashlib._Hash:
@@ -324,11 +357,15 @@ def _rows(path: Path) -> Iterator[Row]:
             yield json.loads(line)
 
 
-def finished_rows(path: Path, settings: Mapping[str, Any]) -> list[Row] | None:
-    """The rounds of a finished run with exactly these settings; None if there is no such run."""
+def finished_row(path: Path, settings: Mapping[str, Any]) -> Row | None:
+    """The row of the model of a finished run with exactly these settings; None if there is no such run."""
     if not (path / "summary.json").exists() or (path / "config.toml").read_text("utf-8") != to_toml(settings):
         return None
-    return list(_rows(path / "rounds.jsonl"))
+    rows, chosen = (
+        list(_rows(path / "rounds.jsonl")),
+        json.loads((path / "summary.json").read_text("utf-8")).get("round"),
+    )
+    return next((row for row in rows if row["round"] == chosen), rows[-1])
 
 
 def _difference(written: str, settings: Mapping[str, Any]) -> str:
