@@ -40,6 +40,8 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
     )
     from comfedl.data import load as load, partition as partition
     from comfedl.data.federated import FederatedData as FederatedData
+    from comfedl.models import losses as losses
+    from comfedl.models.metrics import Metric as Metric
     from comfedl.training.callbacks import Callback as Callback
     from comfedl.training.fit import fit as fit
     from comfedl.training.result import Result as Result
@@ -79,6 +81,7 @@ _HOMES = {
     "FederatedData": "comfedl.data.federated",
     "Identity": "comfedl.core.outer_functions",
     "KL": "comfedl.core.outer_functions",
+    "Metric": "comfedl.models.metrics",
     "Power": "comfedl.core.outer_functions",
     "QFedAvg": "comfedl.algorithms.qfedavg",
     "QuorumError": "comfedl.utils.errors",
@@ -91,6 +94,7 @@ _HOMES = {
     "fit": "comfedl.training.fit",
     "load": "comfedl.data",
     "load_run": "comfedl.analysis.load_run",
+    "losses": "comfedl.models",
     "models": "comfedl.models",
     "optim": "comfedl.core",
     "partition": "comfedl.data",

@@ -273,7 +273,7 @@ def test_the_registry_of_metrics() -> None:
         assert metric.name == name and metric.whole == (metric.per_sample is None) == (metric.function in metrics.WHOLE)
         assert metric.whole != (metric.function in losses.PER_SAMPLE)
         for shown in (name, f"validation.personal_{name}"):
-            assert client_statistics.smaller_is_better(shown) == (name in ("mae", "rmse"))
-            assert client_statistics.undefinable(shown) == (name in ("auc", "r2"))
+            assert client_statistics.smaller_is_better(shown) == (name in ("mae", "rmse", "brier", "ece"))
+            assert client_statistics.undefinable(shown)
     assert client_statistics.smaller_is_better("train.loss") and not client_statistics.undefinable("loss")
     assert not client_statistics.smaller_is_better("other") and not client_statistics.undefinable("other")

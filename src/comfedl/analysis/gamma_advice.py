@@ -97,7 +97,7 @@ def _client_losses(config: Config, algorithm: Algorithm, warmup: int) -> tuple[S
     """The method's inner objective per client, on its full training data after the warm-up."""
     fed = config.make_data()
     module = config.make_model(fed)
-    learner, model, frozen = make_learner(module, config.loss, algorithm)
+    learner, model, frozen = make_learner(module, config.make_loss(), algorithm)
     first = next(iter(model["params"].values()))
     data = fed.to(first.dtype, first.device)
     check_fit(learner, model, data)
@@ -108,7 +108,7 @@ def _client_losses(config: Config, algorithm: Algorithm, warmup: int) -> tuple[S
             _plain_averaging(algorithm),
             warmup,
             config.seed,
-            config.loss,
+            config.make_loss(),
             config.clients_per_round,
             eval_every=warmup,
             eval_clients=1,

@@ -52,6 +52,11 @@ class SavedRun:
         return self.settings.build_model(self._sample_spec.shape, self._sample_spec.outputs)
 
     @property
+    def outputs(self) -> int:
+        """The number of the model's outputs."""
+        return self._sample_spec.outputs
+
+    @property
     def input_dtype(self) -> torch.dtype:
         """The dtype of the training inputs."""
         return self._sample_spec.dtype
@@ -59,7 +64,7 @@ class SavedRun:
     @cached_property
     def _sample_spec(self) -> SampleSpec:
         config = self.settings
-        return config.data.sample_spec(config.seed, config.loss, self.encoding)
+        return config.data.sample_spec(config.seed, config.loss_name, self.encoding)
 
     @property
     def settings(self) -> Config:

@@ -42,7 +42,7 @@ def predict(run: SavedRun, data: Path, client: str | None = None, model: Path | 
 
 
 def _rows(run: SavedRun, names: list[str], output: Tensor) -> Iterator[list[Any]]:
-    loss, encoding = run.settings.loss, run.encoding or Encoding()
+    loss, encoding = run.settings.loss_name, run.encoding or Encoding()
     if loss in REGRESSIONS:
         values = output.reshape(len(output), -1) * encoding.scale + encoding.mean
         several = values.shape[1] > 1

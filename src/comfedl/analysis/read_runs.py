@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from comfedl.core.client_statistics import Row
+from comfedl.models.metrics import set_direction
 from comfedl.utils.errors import ConfigError, RunFolderError
 from comfedl.utils.toml import flat
 
@@ -137,6 +138,9 @@ def read_run(folder: Path) -> Run:
         seconds = ended.get("seconds")
     except (OSError, ValueError) as error:  # not TOML, JSON or UTF-8
         raise RunFolderError(f"{folder} cannot be read as a run ({error}); give another folder.") from None
+    for metric in settings.get("metrics", []):
+        if isinstance(metric, dict) and isinstance(metric.get("name"), str):
+            set_direction(metric["name"], metric.get("smaller_is_better") is True)
     chosen, stopped = ended.get("round"), ended.get("stopped")
     return Run(settings, rounds, seconds is not None, seconds, folder, model_round=chosen, stopped=stopped)
 

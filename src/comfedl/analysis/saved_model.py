@@ -13,13 +13,19 @@ from comfedl.analysis.load_run import SavedRun
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.data.from_folders import IMAGES, read_arrays, read_image
 from comfedl.data.tabular import Encoding, Table, read_csv
+from comfedl.models.losses import Loss, is_balanced
 from comfedl.training.arguments import make_learner
 from comfedl.utils.errors import ComfedlError, ConfigError, DataError
 
 
 def load_learner(run: SavedRun) -> tuple[Learner, Callable[[Params], Model]]:
     """The functions of a run's model, and a function that turns saved tensors into its state."""
-    learner, initial, _ = make_learner(run.module, run.settings.loss, run.settings.make_algorithm())
+    config = run.settings
+    loss, algorithm = config.make_loss(), config.make_algorithm()
+    learner, initial, _ = make_learner(run.module, loss, algorithm, config.make_metrics(), config.task)
+    if isinstance(loss, Loss):
+        labels, outputs = config.make_data().train.y if is_balanced(loss) else torch.zeros(0), run.outputs
+        learner.loss_function = loss.resolved(labels, outputs)
     if learner.module is None:
         raise ConfigError(f"{run.path} trained a Composition, which has no outputs and no metrics.")
 

@@ -23,6 +23,8 @@ from comfedl.core.schedule import SCHEDULES
 from comfedl.data.federated import FederatedData
 from comfedl.data.partition import PARTITIONS
 from comfedl.data.registry import SOURCES, is_cached
+from comfedl.models.losses import TASKS
+from comfedl.models.metrics import METRICS, names_for
 from comfedl.models.zoo import MODELS
 from comfedl.training.result import Result
 from comfedl.tuning.search import Tuned
@@ -63,6 +65,18 @@ def schedules() -> Table:
     """The schedules of the learning rate."""
     table = _registry_table("Schedules of the learning rate", SCHEDULES)
     table.caption = 'Of your own: lr_schedule = "module:function", from the round (1, 2, ...) to a factor of lr.'
+    return table
+
+
+def metrics() -> Table:
+    """The metrics, and the losses that each goes with."""
+    table = _table("Metrics", "name", "description", "better", "for the losses")
+    for name, metric in METRICS.items():
+        losses = [loss for loss, task in TASKS.items() if name in names_for(task)]
+        if losses:
+            summary = (inspect.getdoc(metric.function) or "").splitlines()[0]
+            table.add_row(name, summary, "small" if metric.smaller_is_better else "large", ", ".join(losses))
+    table.caption = 'Of your own: metrics = ["module:function"], from (output, y) of a client to a number.'
     return table
 
 

@@ -19,7 +19,8 @@ from comfedl.engines import default_options as engine_options
 from comfedl.engines.kernels import VECTORIZE
 from comfedl.engines.process_group import BACKENDS
 from comfedl.models import zoo
-from comfedl.models.losses import LOSSES
+from comfedl.models.losses import LOSSES, OWN_LOSSES, TASKS, Loss, LossFunction
+from comfedl.models.metrics import BINARY, CLASSIFICATION, REGRESSION, requested_metrics
 from comfedl.training.callbacks import Callback
 from comfedl.training.fit import fit
 from comfedl.training.options import RECORDED, RunOptions
@@ -50,6 +51,10 @@ class FlowerTable(BaseModel):
             checks.at_least("flower.sites", self.sites, 1)
         elif self.sites is not None and len({*self.sites, ""}) <= len(self.sites):
             raise ConfigError(f"flower.sites is {self.sites!r}, but it must be a number, or a list of different names.")
+
+
+# The plain loss of each task, for what depends on its labels and outputs alone.
+LIKE = {CLASSIFICATION: "cross_entropy", BINARY: "bce", REGRESSION: "mse"}
 
 
 class StopTable(BaseModel):
@@ -100,7 +105,8 @@ class Config(BaseModel):
     quorum: float = 0.5
     save_personal: bool = True
     engine: str = "embedded"
-    loss: str = "cross_entropy"
+    loss: str | dict[str, Any] = "cross_entropy"
+    metrics: list[str] | None = None
     embedded: EmbeddedTable | None = None
     distributed: DistributedTable | None = None
     flower: FlowerTable | None = None
@@ -122,16 +128,16 @@ class Config(BaseModel):
 
     def make_data(self, progress: bool = False) -> FederatedData:
         """The clients' data."""
-        return self.data.make_data(self.seed, progress, self.loss)
+        return self.data.make_data(self.seed, progress, self.loss_name)
 
     def make_model(self, fed: FederatedData) -> nn.Module:
         """The model, with initial parameters that depend only on the seed."""
-        return self.build_model(tuple(fed.train.x.shape[1:]), self.data.outputs(fed, self.loss))
+        return self.build_model(tuple(fed.train.x.shape[1:]), self.data.outputs(fed, self.loss_name))
 
     def make_model_for(self, shape: Sequence[int]) -> nn.Module:
         """The model for samples of this shape, on a server that does not have the data."""
         outputs = None if self.flower is None else self.flower.outputs
-        return self.build_model(shape, self.data.outputs_without_data(self.loss) if outputs is None else outputs)
+        return self.build_model(shape, self.data.outputs_without_data(self.loss_name) if outputs is None else outputs)
 
     def build_model(self, shape: Sequence[int], outputs: int) -> nn.Module:
         """The model for samples of this shape, with this number of outputs."""
@@ -156,7 +162,8 @@ class Config(BaseModel):
         self.data.check()
         if self.flower is not None:
             self.flower.check()
-        checks.one_of("loss", self.loss, LOSSES)
+        self.make_loss()
+        requested_metrics(self.make_metrics(), self.task)
         for name, table in self._engine_tables().items():
             checks.one_of(f"{name}.vectorize", table.vectorize, VECTORIZE)
             checks.positive(f"{name}.memory_mb", table.memory_mb)
@@ -185,7 +192,62 @@ class Config(BaseModel):
 
     def run_options(self, **more: Any) -> RunOptions:
         """The options of a run of this config; ``more`` replaces some or adds those that no config has."""
-        return RunOptions(**{**{name: getattr(self, name) for name in RECORDED}, "stop": self.early_stopping, **more})
+        return RunOptions(
+            **{**{name: getattr(self, name) for name in RECORDED}, "stop": self.early_stopping, **self._asked(), **more}
+        )
+
+    def _asked(self) -> dict[str, Any]:
+        return {"metrics": tuple(self.make_metrics() or ())}
+
+    def make_loss(self) -> str | LossFunction:
+        """The loss: the name of a plain one, one with arguments, or the user's function."""
+        table = {"name": self.loss} if isinstance(self.loss, str) else dict(self.loss)
+        name = table.pop("name", None)
+        if not isinstance(name, str):
+            raise ConfigError(f'loss is {self.loss!r}, but it must be a name or a table such as {{ name = "focal" }}.')
+        if ":" in name:
+            checks.one_of("loss.task", table.pop("task", CLASSIFICATION), LIKE)
+            for key in table:
+                raise build.unknown_key("loss", key, ["name", "task"], "a loss of your own")
+            function = build.import_object("loss", name)
+            if not callable(function):
+                raise ConfigError(f"loss is {name!r}, which is not a function (output, y) that returns a mean loss.")
+            return function  # type: ignore[no-any-return]
+        if not table and name in LOSSES:
+            return name
+        checks.one_of("loss" if isinstance(self.loss, str) else "loss.name", name, [*LOSSES, "focal"])
+        if name not in OWN_LOSSES:
+            raise build.unknown_key("loss", next(iter(table)), ["name"], name)
+        arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        loss: Loss = build.from_table(OWN_LOSSES[name], arguments, "loss")
+        return loss
+
+    @property
+    def task(self) -> str:
+        """What the model is to learn: classes, two classes or numbers."""
+        name = self.loss if isinstance(self.loss, str) else self.loss.get("name")
+        if isinstance(name, str) and ":" in name:
+            return str(self.loss.get("task", CLASSIFICATION)) if isinstance(self.loss, dict) else CLASSIFICATION
+        return TASKS.get(str(name), CLASSIFICATION)
+
+    @property
+    def loss_name(self) -> str:
+        """The plain loss that has the same kind of labels and outputs."""
+        name = self.loss if isinstance(self.loss, str) else self.loss.get("name")
+        return str(name) if name in LOSSES else LIKE[self.task]
+
+    def make_metrics(self) -> dict[str, Any] | None:
+        """The metrics that are asked for, by their names in the records."""
+        if self.metrics is None:
+            return None
+        found: dict[str, Any] = {}
+        for text in self.metrics:
+            metric = build.import_object("metrics", text) if ":" in text else text
+            name = text.rpartition(":")[2]
+            if name in found:
+                raise ConfigError(f"metrics has {name!r} twice; remove one.")
+            found[name] = metric
+        return found
 
     @property
     def early_stopping(self) -> EarlyStopping | None:
@@ -201,6 +263,7 @@ class Config(BaseModel):
         return {
             **self.model_dump(include={*RECORDED} - ({"save_personal"} if self.save_personal else set())),
             **({} if self.loss == "cross_entropy" else {"loss": self.loss}),
+            **({} if self.metrics is None else {"metrics": self.metrics}),
             **({} if self.stop is None else {"stop": self.stop.model_dump()}),
             "data": self.data.resolved(),
             "model": {"name": self.model.name, **model, **self.model.arguments},
@@ -235,8 +298,9 @@ def read_data(path: Path, changes: Sequence[str] = (), progress: bool = False) -
             raise build.unknown_key("", key, Config.model_fields)
     checks.at_least("seed", settings.get("seed", 0), 0)
     table.check()
-    checks.one_of("loss", loss := settings.get("loss", "cross_entropy"), LOSSES)
-    return table.make_data(settings.get("seed", 0), progress, loss)
+    named = Config.model_construct(loss=settings.get("loss", "cross_entropy"))
+    named.make_loss()
+    return table.make_data(settings.get("seed", 0), progress, named.loss_name)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -285,10 +349,11 @@ def run_config(
         resume=resume,
         progress=progress,
         callbacks=callbacks,
-        loss=config.loss,
+        loss=config.make_loss(),
         settings=config.resolved(),
         engine_options=config.engine_options,
         stop=config.early_stopping,
+        metrics=config.make_metrics(),
     )
 
 

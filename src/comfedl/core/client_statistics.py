@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from comfedl.models.metrics import METRICS
+from comfedl.models import metrics
 
 Row = dict[str, float | int | str | None]
 
@@ -23,14 +23,12 @@ def base(name: str) -> str:
 
 def smaller_is_better(metric: str) -> bool:
     """Whether the worst client is the one with the largest value."""
-    name = base(metric)
-    return name == "loss" or (name in METRICS and METRICS[name].smaller_is_better)
+    return metrics.smaller_is_better(base(metric))
 
 
 def undefinable(metric: str) -> bool:
-    """Whether the metric is undefined on some data (AUC on a single class)."""
-    name = base(metric)
-    return name in METRICS and METRICS[name].may_be_undefined
+    """Whether a client may lack the metric (AUC on a single class, or a user's own); every client has a loss."""
+    return base(metric) != "loss"
 
 
 def summarise(metric: str, values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:

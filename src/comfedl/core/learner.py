@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from comfedl.core.client_statistics import undefinable
 from comfedl.models.functional import Stateless
 from comfedl.models.losses import LossFunction
-from comfedl.models.metrics import WHOLE, MetricFunction, WholeMetric
+from comfedl.models.metrics import MetricFunction, WholeMetric, is_whole
 from comfedl.utils import tree
 from comfedl.utils.tree import Tree
 
@@ -183,8 +183,8 @@ def _vjp(value: Tree, at: Tree, cotangent: Tree, create_graph: bool = False) -> 
 
 def split_by_kind(functions: Mapping[str, MetricFunction]) -> tuple[dict[str, LossFunction], dict[str, WholeMetric]]:
     """Split functions into means over samples and metrics of a whole dataset."""
-    plain = {name: cast(LossFunction, function) for name, function in functions.items() if function not in WHOLE}
-    whole = {name: cast(WholeMetric, function) for name, function in functions.items() if function in WHOLE}
+    plain = {name: cast(LossFunction, function) for name, function in functions.items() if not is_whole(function)}
+    whole = {name: cast(WholeMetric, function) for name, function in functions.items() if is_whole(function)}
     return plain, whole
 
 

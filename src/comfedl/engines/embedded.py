@@ -31,7 +31,7 @@ from comfedl.engines.replies import (
 from comfedl.engines.stacked import Stacked
 from comfedl.engines.thread_pool import ThreadPool
 from comfedl.utils import checks, rng, tree
-from comfedl.utils.errors import ConfigError, Diverged
+from comfedl.utils.errors import ConfigError, Diverged, MetricFailed
 from comfedl.utils.tree import Tree
 
 logger = logging.getLogger("comfedl")
@@ -131,11 +131,15 @@ class Embedded(Engine):
         def outcome_of(worker: int, ks: IntArray) -> Outcome:
             one, many = self._learners[worker]
             noise = partial(self._noise_seed, named.noise or step, round)
-            if len(ks) > 1:
-                assert many is not None
-                outcome = self._run_many(many, named, batches, ks, message, noise)
-            else:
-                outcome = self._run_one(one, named, batches, int(ks[0]), received, noise)
+            try:
+                if len(ks) > 1:
+                    assert many is not None
+                    outcome = self._run_many(many, named, batches, ks, message, noise)
+                else:
+                    outcome = self._run_one(one, named, batches, int(ks[0]), received, noise)
+            except MetricFailed as error:
+                error.client = self.names[int(batches.clients[ks[error.place]])]
+                raise
             if outcome.state is not None:  # stored at once, so that not all states are in memory twice
                 with self._lock:
                     self._states.put(batches.clients[ks].tolist(), outcome.state)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from comfedl.core.learner import CHUNK, Batch, Learner, Model, Params, split_by_kind
-from comfedl.models.losses import PER_SAMPLE, LossFunction
+from comfedl.models.losses import LossFunction, per_sample_form
 from comfedl.models.metrics import MetricFunction
 from comfedl.utils import tree
 from comfedl.utils.tree import Tree
@@ -108,7 +108,10 @@ class Stacked(Learner):
                     totals[name] = totals[name] + mean if name in totals else mean
             if not entire:
                 return totals
-            rows = _rows(torch.cat(outputs, dim=1), whole[1], whole[2])
+            output, y = torch.cat(outputs, dim=1), whole[1]
+            if not isinstance(data, Ragged):  # a single sample was doubled
+                output, y = output[:, : data[0].shape[1]], y[:, : data[0].shape[1]]
+            rows = _rows(output, y, whole[2])
             return totals | {name: function(*rows) for name, function in entire.items()}
 
     def _means_of_one(self, model: Model, data: Batch, functions: Mapping[str, MetricFunction]) -> dict[str, Tensor]:
@@ -127,7 +130,9 @@ class Stacked(Learner):
             if entire:
                 outputs.append(output)
             for name, function in plain.items():
-                found[name].append(PER_SAMPLE[function](output, y))
+                each = per_sample_form(function)
+                assert each is not None
+                found[name].append(each(output, y))
         means = {name: mean(torch.cat(each)) for name, each in found.items()}
         return means | {name: function(torch.cat(outputs), flat[1], sizes) for name, function in entire.items()}
 
@@ -159,10 +164,11 @@ def unpack(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def _mean(function: LossFunction, output: Any, y: Tensor, mask: Tensor | None) -> Tensor:
     """Each client's mean of a function (output, y)."""
-    if function not in PER_SAMPLE:
+    per_sample = per_sample_form(function)
+    if per_sample is None:
         means: Tensor = vmap(function)(output, y)
         return means
-    each = PER_SAMPLE[function](output.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
+    each = per_sample(output.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
     return each.mean(dim=1) if mask is None else masked_mean(each, mask)
 
 

@@ -96,7 +96,7 @@ def site_engine(text: str, fed: FederatedData) -> Embedded:
     config = parse_config(tomllib.loads(text))
     algorithm = config.make_algorithm()
     model = config.make_model_for(tuple(fed.train.x.shape[1:]))
-    learner, initial, _ = make_learner(model, config.loss, algorithm)
+    learner, initial, _ = make_learner(model, config.make_loss(), algorithm, config.make_metrics(), config.task)
     first = next(iter(initial["params"].values()))
     local = fed.to(first.dtype, first.device)
     check_fit(learner, initial, local)

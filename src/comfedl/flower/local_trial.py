@@ -55,7 +55,7 @@ class LocalTrial(Network):
         write_app(folder / "app", "comfedl-trial", {"PACKAGE/server.py": SERVER, "PACKAGE/client.py": client})
         for site, name in zip(self.sites, self.names, strict=True):
             _save_site(folder / f"{site}.safetensors", fed, name)
-        expected = {"sites": list(self.names), "outputs": config.data.outputs(fed, config.loss)}
+        expected = {"sites": list(self.names), "outputs": config.data.outputs(fed, config.loss_name)}
         options = (config.flower or FlowerTable()).model_copy(update=expected)
         settings = settings_at_sites(config) | {"flower": options.model_dump()}
         (folder / "trial.toml").write_text(to_toml(settings), encoding="utf-8")

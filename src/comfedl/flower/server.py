@@ -15,11 +15,12 @@ from comfedl.config.schema import ENGINE_TABLES, Config, FlowerTable
 from comfedl.engines import AT_SITES
 from comfedl.flower.engine import Sites
 from comfedl.flower.registry import KnownSites, SiteRegistry
+from comfedl.models.losses import is_balanced
 from comfedl.training.arguments import make_learner
 from comfedl.training.callbacks import Callback
 from comfedl.training.fit import fit_on
 from comfedl.training.result import Result
-from comfedl.utils.errors import RunFolderError
+from comfedl.utils.errors import ConfigError, RunFolderError
 from comfedl.utils.files import write_atomic
 from comfedl.utils.toml import to_toml
 
@@ -91,10 +92,16 @@ def serve(
     )
     run_options.check_clients(len(registry.names))
     model = config.make_model_for(registry.known.shape)
-    _, initial, frozen = make_learner(model, config.loss, algorithm)
+    loss = config.make_loss()
+    if is_balanced(loss):
+        raise ConfigError(
+            'loss has "balanced" weights, but the server does not see the labels at the sites; give numbers instead.'
+        )
+    _, initial, frozen = make_learner(model, loss, algorithm, config.make_metrics(), config.task)
     settings = settings_at_sites(config)
     text = to_toml(settings)
-    identity = to_toml({key: value for key, value in settings.items() if key != "flower"})
+    # A longer run is the same run: its clients keep their states.
+    identity = to_toml({key: value for key, value in settings.items() if key not in ("flower", "rounds", "stop")})
     run_id = hashlib.blake2b(f"{identity}\0{out}".encode(), digest_size=8).hexdigest()
     return fit_on(
         Sites(grid, registry, text, run_id, options.deadline, attendance.add),

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from comfedl.algorithms.base import Algorithm
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.data.federated import FederatedData
-from comfedl.models.losses import LOSSES, REGRESSIONS, LossFunction, bce
-from comfedl.models.metrics import MetricFunction, match_shapes
+from comfedl.models.losses import LOSSES, TASKS, Loss, LossFunction, per_sample_form
+from comfedl.models.metrics import (
+    BINARY,
+    CLASSIFICATION,
+    REGRESSION,
+    MetricFunction,
+    match_shapes,
+    requested_metrics,
+)
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError, DataError
+
+RequestedMetrics = Mapping[str, Any] | Sequence[str] | None
+"""What ``fit(metrics=...)`` takes."""
 
 
 def check_kinds(algorithm: Algorithm, fed: FederatedData) -> None:
@@ -27,14 +37,31 @@ def check_kinds(algorithm: Algorithm, fed: FederatedData) -> None:
 
 
 def make_learner(
-    model: nn.Module | Mapping[str, Tensor], loss: str | LossFunction, algorithm: Algorithm
+    model: nn.Module | Mapping[str, Tensor],
+    loss: str | LossFunction,
+    algorithm: Algorithm,
+    metrics: RequestedMetrics = None,
+    task: str | None = None,
 ) -> tuple[Learner, Model, Params]:
-    """The model's functions, its initial state, and the parameters that the user froze; all are copies."""
+    """The model's functions, its initial state, and the parameters that the user froze; all are copies.
+
+    The metrics are those of the loss and the requested ones; with a user's loss, ``add_metrics`` adds them later.
+    """
     frozen: Params = {}
     scores: dict[str, MetricFunction]
     if isinstance(loss, str):
         checks.one_of("loss", loss, LOSSES)
         function, scores = LOSSES[loss]
+        scores = {**scores, **requested_metrics(metrics, TASKS[loss])}
+    elif isinstance(loss, Loss) or (callable(loss) and task is not None):
+        like = loss.like if isinstance(loss, Loss) else next(name for name, of in TASKS.items() if of == task)
+        function, scores = loss, {**LOSSES[like][1], **requested_metrics(metrics, TASKS[like])}
+    elif isinstance(loss, type) or getattr(loss, "reduction", "mean") != "mean":
+        given = f"the class {loss.__name__}" if isinstance(loss, type) else f"{loss!r}, which returns no mean"
+        raise ConfigError(
+            f"loss is {given}, but it must return the mean loss of a batch; give an object such as "
+            "nn.CrossEntropyLoss()."
+        )
     elif callable(loss):
         function, scores = loss, {}
     else:
@@ -66,6 +93,43 @@ def make_learner(
     return learner, initial, frozen
 
 
+def add_metrics(learner: Learner, model: Model, data: FederatedData, metrics: RequestedMetrics) -> None:
+    """With a user's loss: add the metrics of its task, which the labels and the model's outputs show, and others."""
+    if learner.module is None or per_sample_form(learner.loss_function) is not None:
+        return
+    x, y = data.train.x[:2], data.train.y[:2]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output, _ = learner.output(model["params"], model["buffers"], x, train=False)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return  # check_fit says what is wrong
+    task = _task(output, y, data)
+    if task is None:
+        if metrics and any(
+            isinstance(metric, str) for metric in (metrics.values() if isinstance(metrics, Mapping) else metrics)
+        ):
+            raise ConfigError(
+                "metrics has names of built-in metrics, but the task of this loss cannot be seen from the model's "
+                "outputs and y; give functions (output, y) instead."
+            )
+        learner.metrics = requested_metrics(metrics, CLASSIFICATION)
+        return
+    loss = next(name for name, its_task in TASKS.items() if its_task == task)
+    learner.metrics = {**LOSSES[loss][1], **requested_metrics(metrics, task)}
+
+
+def _task(output: object, y: Tensor, data: FederatedData) -> str | None:
+    """The task that outputs and labels belong to; None if it is none of the known ones."""
+    if not isinstance(output, Tensor):
+        return None
+    if output.ndim == 2 and output.shape[1] > 1 and y.ndim == 1 and not y.is_floating_point():
+        return CLASSIFICATION
+    if match_shapes(output, y)[0].shape != y.shape:
+        return None
+    whole = data.train.y
+    return BINARY if bool(((whole == 0) | (whole == 1)).all()) else REGRESSION
+
+
 def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
     """Check that the model accepts the data, and that its outputs and y fit the loss."""
     if learner.module is None:
@@ -78,10 +142,22 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
         raise DataError(
             f"The model cannot be applied to samples of shape {tuple(x.shape[1:])} and dtype {x.dtype}: {error}"
         ) from error
-    if learner.loss_function is functional.cross_entropy:
+    like = _like(learner.loss_function)
+    if like == "cross_entropy":
         _check_labels(output, y, data)
-    elif learner.loss_function in [LOSSES[name][0] for name in ("bce", *REGRESSIONS)]:
-        _check_numbers(learner.loss_function is bce, output, y, data)
+        assert isinstance(output, Tensor)
+    elif like is not None:
+        _check_numbers(like == "bce", output, y, data)
+    if isinstance(learner.loss_function, Loss):
+        outputs = output.shape[-1] if isinstance(output, Tensor) else 0
+        learner.loss_function = learner.loss_function.resolved(data.train.y, outputs)
+
+
+def _like(loss: object) -> str | None:
+    """The named loss that a loss shares its labels and outputs with."""
+    if isinstance(loss, Loss):
+        return loss.like
+    return next((name for name, (function, _) in LOSSES.items() if function is loss), None)
 
 
 def _check_numbers(binary: bool, output: object, y: Tensor, data: FederatedData) -> None:

@@ -21,8 +21,9 @@ from comfedl.data.federated import FederatedData
 from comfedl.data.tabular import Encoding
 from comfedl.engines import make_engine
 from comfedl.models.losses import LossFunction
+from comfedl.models.metrics import describe_metrics
 from comfedl.training import personal_models
-from comfedl.training.arguments import check_fit, check_kinds, make_learner
+from comfedl.training.arguments import RequestedMetrics, add_metrics, check_fit, check_kinds, make_learner
 from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Snapshot
 from comfedl.training.client_records import ClientRows, few_as_list
@@ -61,6 +62,7 @@ def fit(
     settings: Mapping[str, Any] | None = None,
     engine_options: Mapping[str, Any] | None = None,
     stop: EarlyStopping | None = None,
+    metrics: RequestedMetrics = None,
 ) -> Result:
     """Train a model over the clients' data.
 
@@ -88,6 +90,9 @@ def fit(
         callbacks: callbacks for the training loop.
         settings: the config to record in the run folder; by default these arguments.
         stop: end the run early, such as ``EarlyStopping("validation.accuracy.worst", patience=20)``.
+        metrics: further metrics to record: names such as ``["f1", "auc"]``, or a dict of functions (output, y) ->
+            number, each of all samples of a client, such as ``{"f1": f}``; ``Metric(f, smaller_is_better=True)`` for
+            errors.
         engine_options: options of the engine, such as ``{"vectorize": "serial"}`` (see ``Embedded``).
 
     Raises:
@@ -112,17 +117,24 @@ def fit(
         progress=progress,
         callbacks=callbacks,
         stop=stop,
+        metrics=tuple(metrics or ()),
     )
     check_kinds(algorithm, fed)
     options.check_clients(len(fed))
-    learner, initial, frozen = make_learner(model, loss, algorithm)
+    learner, initial, frozen = make_learner(model, loss, algorithm, metrics)
     first = next(iter(initial["params"].values()))
     data = fed.to(first.dtype, first.device)
+    add_metrics(learner, initial, data, metrics)
     check_fit(learner, initial, data)
     clients = make_engine(
         engine, data, learner, algorithm.steps(), options.seed, algorithm.initial_client_state(initial), engine_options
     )
-    settings = settings or {"loss": describe(loss), **options.recorded(), "algorithm": describe(algorithm)}
+    asked = describe_metrics(metrics)
+    settings = settings or {
+        **{"loss": describe(loss), "metrics": asked},
+        **options.recorded(),
+        "algorithm": describe(algorithm),
+    }
     module = model if isinstance(model, nn.Module) else None
     return fit_on(
         clients, algorithm, initial, frozen, data.contents(), settings, options, fed.encoding, module, started

@@ -22,7 +22,7 @@ from comfedl.training.client_records import ClientRows, Evaluation, few_as_list
 from comfedl.training.options import RunOptions
 from comfedl.training.stopping import BEST
 from comfedl.utils import rng
-from comfedl.utils.errors import Diverged, QuorumError
+from comfedl.utils.errors import ConfigError, Diverged, QuorumError
 from comfedl.utils.tree import Tree
 
 
@@ -147,6 +147,12 @@ class Loop:
             **sent,
             **self._extra,
         }
+        for name in self.options.metrics:
+            if not any(client_statistics.base(key.rpartition(".")[0]) == name for key in row):
+                raise ConfigError(
+                    f"The metric {name!r} is asked for, but it is defined for no client in round {number} (most need "
+                    "samples of both classes at a client); leave it out of metrics."
+                )
         if self.options.stop is not None and self.best is not None:
             self.best = self.options.stop.improved(self.best, row, model)
         self.rows.append(row)

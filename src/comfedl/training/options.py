@@ -36,6 +36,7 @@ class RunOptions:
     progress: bool = False
     callbacks: Sequence[Callback] = ()
     stop: EarlyStopping | None = None
+    metrics: Sequence[str] = ()  # the names of those that were asked for
 
     def __post_init__(self) -> None:
         checks.at_least("rounds", self.rounds, 1)
@@ -82,6 +83,6 @@ class RunOptions:
         return found | {"save_personal": None if self.save_personal else False, "stop": stop}
 
 
-NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop")
+NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop", "metrics")
 RECORDED = tuple(field.name for field in fields(RunOptions) if field.name not in NOT_RECORDED)
 """The options that a config may set."""

@@ -87,7 +87,7 @@ def make_plan(
     settings = {**with_changes(read_settings(path), changes)}
     config = parse_config(settings)
     tune_table = settings.pop("tune", None)
-    metric = metric or f"validation.{'rmse' if config.loss in REGRESSIONS else 'accuracy'}.worst"
+    metric = metric or f"validation.{'rmse' if config.loss_name in REGRESSIONS else 'accuracy'}.worst"
     _check_metric(metric)
     if sampler is not None:
         checks.one_of("sampler", sampler, SAMPLERS)

@@ -52,6 +52,19 @@ class Diverged(ComfedlError, ArithmeticError):
         ).rstrip()
 
 
+class MetricFailed(ComfedlError, ValueError):
+    """A user's metric raised an error, or did not return a number; ``client`` is set by whoever knows its name."""
+
+    def __init__(self, metric: str, place: int, samples: int, reason: str) -> None:
+        self.metric, self.place, self.samples, self.reason = metric, place, samples, reason
+        self.client: str | None = None
+        super().__init__(metric, place, samples, reason)
+
+    def __str__(self) -> str:
+        whom = "a client" if self.client is None else f"client {self.client!r}"
+        return f"The metric {self.metric!r} {self.reason}, for the {self.samples} samples of {whom}; fix the function."
+
+
 class QuorumError(ComfedlError, RuntimeError):
     """Too few replies of a round could be used."""
 

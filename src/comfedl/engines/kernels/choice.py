@@ -20,14 +20,13 @@ from comfedl.engines.kernels import dense
 from comfedl.engines.kernels.allocator import keep_freed_memory
 from comfedl.engines.kernels.channels_last import ChannelsLast, convolves
 from comfedl.engines.stacked import Stacked, Vmapped
-from comfedl.models.losses import MAPPED, PER_SAMPLE
-from comfedl.models.metrics import WHOLE
+from comfedl.models.losses import MAPPED, per_sample_form
+from comfedl.models.metrics import MetricFunction, is_whole
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
 
 logger = logging.getLogger("comfedl")
 
-KNOWN = {*PER_SAMPLE, *MAPPED, *WHOLE}
 VECTORIZE = ("auto", "stack", "vmap", "serial")
 # Layers without random numbers or hidden state.
 NOISELESS = {
@@ -62,7 +61,7 @@ def accelerate(
         keep_freed_memory(keep_bytes)
     module = learner.module
     one = ChannelsLast(learner) if module is not None and convolves(module) else learner
-    known = {learner.loss_function, *learner.metrics.values()} <= KNOWN
+    known = all(map(_is_known, (learner.loss_function, *learner.metrics.values())))
     safe = module is not None and known and all(type(layer) in NOISELESS for layer in module.modules())
     safe = safe and all(step.elementwise for step in steps.values())
     if vectorize == "serial":
@@ -84,6 +83,11 @@ def accelerate(
     if module is not None and len(data) > 1 and _not_stacked(module, data) is None:
         logger.warning("Clients run one after another, although this model could run many at once: %s.", against)
     return Accelerated(one, None, f"serial: {against}", safe)
+
+
+def _is_known(function: MetricFunction | None) -> bool:
+    """Whether a loss or metric is known not to branch on values."""
+    return per_sample_form(function) is not None or is_whole(function) or function in MAPPED
 
 
 def _not_stacked(module: nn.Module, data: FederatedData) -> str | None:

@@ -23,8 +23,8 @@ from comfedl.engines.kernels.dense_grads import (
     named,
 )
 from comfedl.engines.stacked import Stacked, unpack
-from comfedl.models.losses import PER_SAMPLE
-from comfedl.models.metrics import WHOLE
+from comfedl.models.losses import per_sample_form
+from comfedl.models.metrics import is_whole
 from comfedl.utils import tree
 from comfedl.utils.tree import Tree
 
@@ -49,7 +49,8 @@ class Dense(Stacked):
         self._noise: list[torch.Generator] = []
         self._buffer = BatchBuffer()
         # With dropout a client's noise depends on its number of samples, so there is no padding.
-        one_by_one = {self.loss_function, *self.metrics.values()} <= {*PER_SAMPLE, *WHOLE}
+        functions = (self.loss_function, *self.metrics.values())
+        one_by_one = all(per_sample_form(function) is not None or is_whole(function) for function in functions)
         self.ragged = one_by_one and not self._drops
         self._flattens = type(self.layers[0][1]) is nn.Flatten
         plain = self.layers[1:] if self._flattens else self.layers
