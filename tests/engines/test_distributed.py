@@ -123,6 +123,12 @@ CASES |= {
     "server Adam": (with_buffers, cf.FedProx(mu=0.5, server_optimizer=cf.optim.Adam(lr=0.05), **COMMON), F64, {}),
     "SCAFFOLD": (net, cf.Scaffold(**COMMON), F64, {"clients_per_round": 3}),
     "SCAFFOLD, buffers": (with_buffers, cf.Scaffold(**COMMON), F64, {"clients_per_round": 3}),
+    "early stopping": (
+        net,
+        cf.Ditto(lam=0.5, lr=1.0, batch_size=4),
+        F64,
+        {"rounds": 40, "stop": cf.EarlyStopping("validation.loss.worst", 3)},
+    ),
     "a sample of clients": (net, cf.FedAvg(**COMMON), F64, {"eval_clients": 3, "eval_every": 2}),
 }
 
@@ -138,6 +144,7 @@ def done(name: str, **options: Any) -> dict[str, Any]:
         "rounds": result.rounds,
         "clients": list(result.clients),
         "traffic": result.traffic,
+        "stopped": (result.best_round, result.stopped),
     }
 
 
