@@ -127,7 +127,7 @@ def config(loss: Any) -> dict[str, Any]:
         (f"{__name__}:own", own),
         ({"name": f"{__name__}:own", "task": "classification"}, own),
     ],
-    ids=str,
+    ids=["balanced", "smoothed", "focal", "focal by name", "own", "own with its task"],
 )
 def test_a_config_trains_like_python_and_can_be_evaluated(tmp_path: Path, loss: Any, wanted: Any) -> None:
     parsed = parse_config(config(loss))
@@ -167,7 +167,7 @@ def test_weights_for_other_classes_than_the_models() -> None:
         cf.fit(net(), fed(), METHOD, 1, loss=CrossEntropy((1.0, 2.0)))
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.CrossEntropyLoss(reduction="none")], ids=str)
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.CrossEntropyLoss(reduction="none")], ids=["class", "none"])
 def test_losses_of_torch_that_return_no_mean(loss: Any) -> None:
     with pytest.raises(cf.ConfigError, match="must return the mean loss of a batch"):
         cf.fit(net(), fed(), METHOD, 1, loss=loss)

@@ -201,6 +201,8 @@ def fit_on(
                 loop.traffic = Traffic(**saved.traffic)
                 validator.offences = dict(saved.offences)
         loop.best = state.pop(BEST, None)
+        if loop.rows and loop.rows[-1]["round"] == loop.done and not options.is_scheduled(loop.done):
+            loop.observe(loop.rows[-1], algorithm.reported(state))  # a checkpoint is without it: see ``_regular_best``
         loop.check_stop()
         for callback in callbacks:
             callback.started()

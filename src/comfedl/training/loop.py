@@ -48,6 +48,7 @@ class Loop:
         self._pending: Callable[[], None] | None = None
         self.done = 0  # the last completed round
         self.best: dict[str, Tree] | None = None  # of early stopping
+        self._regular_best: dict[str, Tree] | None = None  # without a round that is evaluated only as the last
         self.stopped: str | None = None
         if options.eval_clients is not None:
             generator = rng.generator(options.seed, "evaluated clients")
@@ -103,16 +104,24 @@ class Loop:
             record()
         self.done = snapshot.round
         if self.best is not None:
-            snapshot = replace(snapshot, state={**snapshot.state, BEST: self.best})
+            snapshot = replace(snapshot, state={**snapshot.state, BEST: self._regular_best or self.best})
             self.check_stop()
         for callback in self.callbacks:
             callback.round_done(snapshot.round)
             callback.settled(snapshot)
 
     def check_stop(self) -> None:
-        """See whether to stop before the last round."""
-        if self.options.stop is not None and self.best is not None and self.done < self.options.rounds:
+        """See whether to stop before the last round; only after an evaluation, so that the last model has its row."""
+        early = self.done < self.options.rounds and self.options.is_evaluated(self.done)
+        if early and self.options.stop is not None and self.best is not None:
             self.stopped = self.options.stop.reason(self.best, self.done)
+
+    def observe(self, row: Row, model: Model) -> None:
+        """Update the best round of early stopping."""
+        if self.options.stop is not None and self.best is not None:
+            before, self.best = self.best, self.options.stop.improved(self.best, row, model)
+            scheduled = self.options.is_scheduled(int(row["round"]))  # type: ignore[arg-type]
+            self._regular_best = self.best if scheduled else before
 
     def _evaluate(self, number: int, state: State, participation: Participation) -> Callable[[], None]:
         """Request the clients' scores; the returned function fetches and records them."""
@@ -153,8 +162,7 @@ class Loop:
                     f"The metric {name!r} is asked for, but it is defined for no client in round {number} (most need "
                     "samples of both classes at a client); leave it out of metrics."
                 )
-        if self.options.stop is not None and self.best is not None:
-            self.best = self.options.stop.improved(self.best, row, model)
+        self.observe(row, model)
         self.rows.append(row)
         self.client_rows.add(found)
         for callback in self.callbacks:

@@ -26,7 +26,8 @@ class EarlyStopping:
         metric: any number that is recorded for a round, such as "validation.accuracy.worst", "validation.auc.mean",
             "train.loss.worst" or "objective". Losses, errors, the spread ("std") and the objective are made small,
             everything else large.
-        patience: how many rounds to go on after the best evaluated one without an improvement.
+        patience: how many rounds without an improvement to go on after the best one. It is looked at after each
+            evaluation, so that the last model has one.
         restore_best: return and save the model of the best round; the last one is saved beside it. With False the last
             model is returned.
     """
