@@ -75,7 +75,7 @@ def test_the_config_of_the_design() -> None:
 
 def test_the_least_that_a_config_needs() -> None:
     config = parse_config({"data": {"name": "digits"}, "algorithm": {"name": "comfedl"}})
-    assert (config.rounds, config.seed, config.clients_per_round, config.eval_every) == (200, 0, None, 1)
+    assert (config.rounds, config.seed, config.clients_per_round, config.eval_every) == (200, 0, None, "auto")
     assert config.model.name == "logistic"
     assert config.make_algorithm() == cf.ComFedL()
     assert len(config.make_data()) == 10

@@ -109,7 +109,7 @@ DATA = {"name": "digits", "partition": "dirichlet", "clients": 8, "alpha": 0.3}
 
 def settings(**outer: float) -> dict[str, object]:
     method = {"name": "comfedl", "lr": 0.3, "local_steps": 1, "outer": {"name": "kl", **outer}}
-    return {"rounds": 6, "checkpoint_every": 2, "data": DATA, "algorithm": method}
+    return {"rounds": 6, "eval_every": 1, "checkpoint_every": 2, "data": DATA, "algorithm": method}
 
 
 def test_every_round_of_a_run_has_that_many() -> None:

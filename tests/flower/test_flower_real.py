@@ -193,7 +193,7 @@ app = client_app(load_site, mods=[fail])
 
 @pytest.fixture
 def trial(tmp_path: Path) -> Iterator[LocalTrial]:
-    settings = config(rounds=6, quorum=0.3, flower={"deadline": 60.0, "patience": 300.0})
+    settings = config(rounds=6, eval_every=1, quorum=0.3, flower={"deadline": 60.0, "patience": 300.0})
     made = LocalTrial(settings, 3, tmp_path, tmp_path / "run", FAULTY)
     with made.daemons:
         yield made

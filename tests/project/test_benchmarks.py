@@ -18,7 +18,7 @@ import comfedl as cf
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is run from the root and is not installed
 
-from benchmarks import sites  # noqa: E402
+from benchmarks import evaluation, sites  # noqa: E402
 from benchmarks.peers import driver, loops, report, venvs  # noqa: E402
 from benchmarks.peers.__main__ import arguments  # noqa: E402
 from benchmarks.peers.ours import First, Stop, federated, method  # noqa: E402
@@ -248,3 +248,10 @@ def test_the_ledger_counts_what_a_method_sends() -> None:
     assert sent["FedAvg"] == sent["Ditto"] == {"down": model, "up": model}
     assert sent["ComFedL, KL"]["up"] == model + 4  # a loss
     assert sent["DRFA"]["down"] > 2 * model  # it asks a second time, for losses
+
+
+def test_what_evaluation_costs_adds_up() -> None:
+    found = evaluation.shares(WORKS["W0"], rounds=4, repeats=1)
+    assert list(found) == ["every round", "auto", "last only"]
+    assert found["last only"][1] == 0
+    assert all(ms > 0 and share < 1 for ms, share in found.values())

@@ -99,7 +99,7 @@ class Config(BaseModel):
     rounds: int = 200
     seed: int = 0
     clients_per_round: int | None = None
-    eval_every: int = 1
+    eval_every: int | str = "auto"
     eval_clients: int | None = None
     checkpoint_every: int | None = None
     quorum: float = 0.5

@@ -188,6 +188,8 @@ class Engine(ABC):
 
     names: Sequence[str]
     sizes: NDArray[np.int64]
+    held_out: NDArray[np.int64] | None = None
+    """Each client's number of validation and test samples; None if the engine does not know it."""
     is_leader: bool = True
     """Whether this process writes the results; the others run the same loop and write nothing."""
     defers_replies: bool = False

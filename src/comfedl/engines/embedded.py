@@ -77,6 +77,8 @@ class Embedded(Engine):
         if workers != "auto":
             checks.at_least("workers", workers, 1)
         self.names, self.sizes = data.names, data.train.sizes
+        held_out = [split.sizes for split in (data.validation, data.test) if split is not None]
+        self.held_out = np.sum([np.zeros_like(self.sizes), *held_out], axis=0)
         self._data, self._steps, self._seed, self._memory = data, steps, seed, memory_mb * 1e6
         keep_bytes = int(memory_mb * 1e6) if keep_memory else 0
         self._one, self._many, reason, self._thread_safe = accelerate(learner, data, steps, vectorize, keep_bytes)

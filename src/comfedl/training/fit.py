@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from comfedl.training.arguments import RequestedMetrics, add_metrics, check_fit,
 from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Snapshot
 from comfedl.training.client_records import ClientRows, few_as_list
+from comfedl.training.evaluation_gap import evaluation_gap
 from comfedl.training.loop import Loop
-from comfedl.training.options import RunOptions
+from comfedl.training.options import AUTO, RunOptions
 from comfedl.training.result import Result
 from comfedl.training.run_folder import RunFolder
 from comfedl.training.stopping import BEST, EarlyStopping
@@ -47,7 +49,7 @@ def fit(
     seed: int = 0,
     loss: str | LossFunction = "cross_entropy",
     clients_per_round: int | None = None,
-    eval_every: int = 1,
+    eval_every: int | str = "auto",
     engine: str = "embedded",
     out: str | Path | None = None,
     resume: bool = False,
@@ -75,7 +77,8 @@ def fit(
         loss: "cross_entropy", "bce" (two classes, one output), "mse", "mae" or "huber", or a function (output, y) ->
             mean loss of the batch; a ``Composition`` does not use it.
         clients_per_round: the number of participants per round, drawn uniformly; None is all clients.
-        eval_every: evaluate the clients every this many rounds, and after the last.
+        eval_every: evaluate the clients every this many rounds, and after the last. "auto" does so as often as takes
+            about a fifth of the work or less (see ``evaluation_gap``), and more often at the start.
         eval_clients: how many clients to evaluate, drawn once per run; None is all of them. Otherwise the records and
             the objective are of these clients only, and give their number.
         engine: "embedded", or "distributed" under torchrun, where every process makes this call, but only the first
@@ -166,6 +169,9 @@ def fit_on(
     if options.resume and options.out is None:
         raise ConfigError("resume is given without out; give the folder of the run to resume.")
     count, device = len(clients.names), next(iter(initial["params"].values())).device
+    if options.eval_every == AUTO:
+        participants = options.clients_per_round or count
+        options = replace(options, gap=evaluation_gap(clients, algorithm.steps(), participants, options.eval_clients))
     callbacks: list[Callback] = list(options.callbacks) if clients.is_leader else []
     try:
         if options.progress and clients.is_leader:

@@ -13,6 +13,8 @@ from comfedl.training.stopping import EarlyStopping
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -24,7 +26,7 @@ class RunOptions:
     rounds: int = 200
     seed: int = 0
     clients_per_round: int | None = None
-    eval_every: int = 1
+    eval_every: int | str = "auto"
     eval_clients: int | None = None
     checkpoint_every: int | None = None
     quorum: float = 0.5
@@ -37,11 +39,16 @@ class RunOptions:
     callbacks: Sequence[Callback] = ()
     stop: EarlyStopping | None = None
     metrics: Sequence[str] = ()  # the names of those that were asked for
+    gap: int = 1  # the rounds between evaluations if eval_every is "auto"; see ``evaluation_gap``
 
     def __post_init__(self) -> None:
         checks.at_least("rounds", self.rounds, 1)
         checks.at_least("seed", self.seed, 0, 2**63 - 1)
-        checks.at_least("eval_every", self.eval_every, 1)
+        if self.eval_every != AUTO:
+            if isinstance(self.eval_every, str):
+                raise ConfigError(f'eval_every is {self.eval_every!r}, but it must be a number of rounds or "auto".')
+            checks.at_least("eval_every", self.eval_every, 1)
+            object.__setattr__(self, "eval_every", int(self.eval_every))  # a NumPy integer
         checks.not_below("quorum", self.quorum, 0)
         checks.at_most("quorum", self.quorum, 1)
         checks.one_of("engine", self.engine, [*ENGINES, AT_SITES])
@@ -55,12 +62,17 @@ class RunOptions:
                 f"stop is {self.stop!r}, but it must be None or an EarlyStopping, such as "
                 'EarlyStopping("validation.accuracy.worst", patience=20).'
             )
-        for name in ("rounds", "seed", "eval_every"):  # convert NumPy integers
+        for name in ("rounds", "seed"):  # convert NumPy integers
             object.__setattr__(self, name, int(getattr(self, name)))
 
     def is_scheduled(self, number: int) -> bool:
-        """Whether a round is evaluated, however long the run is."""
-        return number % self.eval_every == 0
+        """Whether a round is evaluated, however long the run is.
+
+        With "auto" these are the multiples of ``gap`` and, before the first of them, the powers of two.
+        """
+        if isinstance(self.eval_every, int):
+            return number % self.eval_every == 0
+        return number % self.gap == 0 or (number < self.gap and number & (number - 1) == 0)
 
     def is_evaluated(self, number: int) -> bool:
         """Whether a round is evaluated: the last one always is."""
@@ -83,6 +95,6 @@ class RunOptions:
         return found | {"save_personal": None if self.save_personal else False, "stop": stop}
 
 
-NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop", "metrics")
+NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop", "metrics", "gap")
 RECORDED = tuple(field.name for field in fields(RunOptions) if field.name not in NOT_RECORDED)
 """The options that a config may set."""

@@ -105,7 +105,7 @@ def make_plan(
             f"{source}: {ranged} is a range, but a grid needs lists; give a list, or use --sampler tpe or random."
         )
     most = size if sampler == "grid" and size is not None else trials or DEFAULT_TRIALS
-    if pruner != "none" and config.eval_every * 2 > config.rounds:
+    if pruner != "none" and isinstance(config.eval_every, int) and config.eval_every * 2 > config.rounds:
         raise ConfigError(
             f"A pruner needs at least two evaluations per run, but rounds is {config.rounds} and eval_every is "
             f"{config.eval_every}; evaluate more often, or use --pruner none."

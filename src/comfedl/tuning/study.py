@@ -212,7 +212,8 @@ def _pruner(plan: Plan) -> BasePruner:
     if plan.pruner == "median":
         return MedianPruner(n_startup_trials=5, n_warmup_steps=plan.config.rounds // 5)
     if plan.pruner == "hyperband":
-        return HyperbandPruner(min_resource=plan.config.eval_every, max_resource=plan.steps)
+        every = plan.config.eval_every
+        return HyperbandPruner(min_resource=every if isinstance(every, int) else 1, max_resource=plan.steps)
     return NopPruner()
 
 
