@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
     from comfedl.algorithms.fedmaml import FedMAML as FedMAML
     from comfedl.algorithms.fedprox import FedProx as FedProx
     from comfedl.algorithms.qfedavg import QFedAvg as QFedAvg
+    from comfedl.algorithms.robust import Robust as Robust
     from comfedl.algorithms.scaffold import Scaffold as Scaffold
     from comfedl.algorithms.term import TERM as TERM
     from comfedl.algorithms.trmaml import TRMAML as TRMAML
@@ -86,6 +87,7 @@ _HOMES = {
     "QFedAvg": "comfedl.algorithms.qfedavg",
     "QuorumError": "comfedl.utils.errors",
     "Result": "comfedl.training.result",
+    "Robust": "comfedl.algorithms.robust",
     "RunFolderError": "comfedl.utils.errors",
     "Scaffold": "comfedl.algorithms.scaffold",
     "TERM": "comfedl.algorithms.term",

@@ -13,6 +13,7 @@ from comfedl.algorithms.fedavg import FedAvg
 from comfedl.algorithms.fedmaml import FedMAML
 from comfedl.algorithms.fedprox import FedProx
 from comfedl.algorithms.qfedavg import QFedAvg
+from comfedl.algorithms.robust import Robust
 from comfedl.algorithms.scaffold import Scaffold
 from comfedl.algorithms.term import TERM
 from comfedl.algorithms.trmaml import TRMAML
@@ -21,6 +22,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     method.name: method
     for method in (
         FedAvg,
+        Robust,
         ComFedL,
         DAMAML,
         DRFA,

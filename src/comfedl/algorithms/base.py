@@ -222,12 +222,23 @@ class Algorithm(ABC):
         object.__setattr__(method, "lr", self.lr * schedule.factor(self.lr_schedule, number))
         return method
 
-    def advance(self, state: State, replies: Replies, weights: Tensor) -> State:
-        """The state with the aggregated update applied to its model by the server's optimiser."""
+    def advance(
+        self, state: State, replies: Replies, weights: Tensor, shrink: Callable[[Params], float] | None = None
+    ) -> State:
+        """The state with the aggregated update applied to its model by the server's optimiser.
+
+        ``shrink`` gives the factor to scale the aggregated update by, from that update.
+        """
         before, averaged = state["model"], self.averaged(state["model"], replies, weights)
-        if self.server_optimizer is None:
+        if self.server_optimizer is None and shrink is None:
             return {**state, "model": averaged}
         update = tree.map(torch.sub, averaged["params"], before["params"])
+        if shrink is not None:
+            scale = shrink(update)
+            update = tree.map(lambda part: scale * part, update)
+        if self.server_optimizer is None:
+            moved = tree.map(torch.add, before["params"], update)
+            return {**state, "model": Model(params=moved, buffers=averaged["buffers"])}
         params, memory = self.server_optimizer.update(before["params"], update, state[SERVER_OPTIMIZER])
         # Buffers are statistics, not trained: they stay means.
         return {**state, "model": Model(params=params, buffers=averaged["buffers"]), SERVER_OPTIMIZER: memory}

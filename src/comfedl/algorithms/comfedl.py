@@ -5,9 +5,11 @@ Huang, Li: Compositional federated learning: Applications in distributionally ro
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +17,16 @@ from torch import Tensor
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
 from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core import client_vector
-from comfedl.core.learner import Learner, Model
+from comfedl.core.learner import Learner, Model, Params
 from comfedl.core.objectives import Adapt, Adapted, Composition, CompositionObjective, LocalLoss, Objective
 from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable
-from comfedl.core.protocol import NUMBER, Batches, Data, Draw, Outcome
-from comfedl.utils import checks
+from comfedl.core.protocol import NUMBER, Batches, Data, Draw, Outcome, Replies, Step
+from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.tree import Tree
+
+STEPS = ("plain", "safe")
+PARAMS = ("model", "params")  # where a reply has the trained parameters
 
 
 class Compositional(Algorithm):
@@ -44,31 +49,86 @@ class Compositional(Algorithm):
         """Samples per step for the outer function of ``Adapt`` or of a composition; None is all."""
         return self.batch_size
 
+    @property
+    def safe(self) -> bool:
+        """Whether the server's step is shortened to what the outer function's curvature allows."""
+        return False
+
+    @property
+    def memory(self) -> float | None:
+        """How much of a client's estimated loss stays from round to round; None measures it in every round."""
+        return self.g.memory if isinstance(self.g, KL) else None
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the server keeps the previous model, to predict how losses change."""
+        return self.memory is not None
+
+    @property
+    def reach(self) -> float:
+        """The r of "a client moves by -r times its gradient": the learning rate times the number of steps for SGD."""
+        return self.lr * (self.local_optimizer.reach(self.local_steps) or math.nan)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.adapt, self.g  # noqa: B018 - runs their checks
+        if self.safe and self.g.curvature is None:
+            raise ConfigError(
+                f'step is "safe", but {self.g} has no curvature that the server can know; use KL(gamma) (the '
+                'normalised form of Exp), Tilt(t) or Identity(), or step = "plain". For Power, QFedAvg estimates it.'
+            )
+        if (self.safe or self.looks_back) and self.local_optimizer.reach(1) is None:
+            what = "the safe step" if self.safe else "memory" if self.name != "robust" else self.name
+            raise ConfigError(
+                f"client_optimizer is {self.local_optimizer.name!r}, but {what} takes clients' updates for their "
+                'gradients, so it needs "sgd" at the clients (momentum and weight decay are fine); adaptive steps can be '
+                "taken by server_optimizer."
+            )
 
     def init(self, model: Model, clients: int) -> State:
         state: State = {"model": model}
         if isinstance(self.g, Coupled):
             # Each client's last known loss; NaN until it participates.
             state["losses"] = client_vector.full(clients, torch.nan)
+        if self.looks_back:
+            state["previous"] = model["params"]
         return state
 
     def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
-        replies = context.ask("train", context.sample(), {"model": state["model"]})
+        model, everybody = state["model"], context.participants == context.clients
+        remembers = self.memory is not None and everybody
+        step = "measured" if self.memory is not None and not everybody else "train"
+        replies = context.ask(step, context.sample(), {"model": model})
         chosen = list(replies.clients)
-        if isinstance(self.g, Coupled):
-            # Weights among the participants alone; a cap or a quantile applies to these. Weights among all n clients,
-            # scaled by n / m, would be unbiased but stall training: stale losses of clients not seen again stay high
-            # while the model improves, and leave the participants almost no weight.
-            seen = replies.numbers("loss")
-            losses = client_vector.put(state["losses"], chosen, seen)
-            weights, duals = self.g.weights(seen), known_weights(self.g, losses) if context.recorded else None
-            state = {**state, "losses": losses}
-        else:
-            weights, duals = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64), None
-        return self.advance(state, replies, weights), Participation(chosen, weights, duals)
+        if not isinstance(self.g, Coupled):
+            weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64)
+            return self.advance(state, replies, weights), Participation(chosen, weights)
+        losses, table = replies.numbers("loss"), state["losses"]
+        updates = measure(replies, model["params"], state["previous"], self.reach) if "previous" in state else None
+        if remembers:
+            assert updates is not None and self.memory is not None
+            expected = client_vector.to_tensor(table)[chosen] + updates.change
+            share = max(1 - self.memory, 1 / context.number)  # of the new loss; at first a plain mean
+            losses = torch.where(expected.isnan(), losses, expected + share * (losses - expected))
+            table = client_vector.full(context.clients, torch.nan)  # who is absent now starts anew when back
+        table = client_vector.put(table, chosen, losses)
+        # Weights among the participants alone; a cap or a quantile applies to these. Weights among all n clients,
+        # scaled by n / m, would be unbiased but stall training: stale losses of clients not seen again stay high
+        # while the model improves, and leave the participants almost no weight.
+        weights, shrink = self.weigh(model, replies, losses, updates)
+        duals = known_weights(self.g, table) if context.recorded else None
+        state = {**state, "losses": table}
+        if updates is not None:
+            state["previous"] = model["params"]
+        return self.advance(state, replies, weights, shrink), Participation(chosen, weights, duals)
+
+    def weigh(
+        self, model: Model, replies: Replies, losses: Tensor, updates: Updates | None
+    ) -> tuple[Tensor, Callable[[Params], float] | None]:
+        """The clients' weights, and the function for the length of the step (see ``advance``)."""
+        assert isinstance(self.g, Coupled)
+        weights = self.g.weights(losses)
+        return weights, safe_step(self, model, replies, weights) if self.safe else None
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return self.g.objective(values)
@@ -112,7 +172,13 @@ class Compositional(Algorithm):
             draws |= adapt_draws(self.adapt, self.batch_size, self.outer_size, self.local_steps)
         elif self.composition is not None:
             draws[Data.OUTER] = Draw("outer", self.outer_size, self.local_steps)
-        return draws | (self.value_draws() if isinstance(self.g, Coupled) else {})
+        return draws | (self.value_draws() if isinstance(self.g, Coupled) and self.memory is None else {})
+
+    def steps(self) -> dict[str, Step]:
+        if self.memory is None:
+            return super().steps()
+        measured = Step(self.measured, self.draws() | self.value_draws(), sends=self.reply())
+        return {**super().steps(), "measured": measured}
 
     def reply(self) -> dict[str, str]:
         return super().reply() | ({"loss": NUMBER} if isinstance(self.g, Coupled) else {})
@@ -122,10 +188,16 @@ class Compositional(Algorithm):
         slope = self.g.slope if isinstance(self.g, Separable) and not isinstance(self.g, Identity) else None
         trained = self.descend(learner, message["model"], batches, slope, state=state)
         reply: dict[str, Tree] = {"model": trained.model}
-        if isinstance(self.g, Coupled):
+        if Data.VALUE_TRAIN in batches:
             data, outer_data = batches[Data.VALUE_TRAIN][0], batches[Data.VALUE_OUTER][0]
             reply["loss"] = self.objective(learner).value(message["model"], data, outer_data)
+        elif isinstance(self.g, Coupled):  # with memory: the first batch's, at the received model
+            reply["loss"] = trained.watched["loss"][0]
         return Outcome(reply, self.kept(trained), trained.watched)
+
+    def measured(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        """Local training with a measured loss, for those methods with memory whose participants change."""
+        return self.train(learner, message, state, batches)
 
 
 @dataclass(frozen=True)
@@ -138,12 +210,15 @@ class ComFedL(Compositional):
         problem: your own two-level problem, ``Composition(inner, outer)``, in place of ``inner``.
         outer_batch_size: b1, samples per step for the outer function of ``Adapt`` or ``problem``: a number, "same" as
             batch_size, or "all" of the client's outer data.
+        step: how far the server moves: "plain" is Algorithm 1's averaging, "safe" shortens the step by what g's
+            curvature allows, so that the weights do not jump from client to client (KL and Tilt).
     """
 
     inner: Adapt | None = None
     outer: Outer | None = None
     problem: Composition | None = None
     outer_batch_size: int | str = "same"
+    step: str = "plain"
 
     name: ClassVar[str] = "comfedl"
     paper: ClassVar[str] = "Huang and Li, Algorithm 1"
@@ -151,6 +226,7 @@ class ComFedL(Compositional):
     sends: ClassVar[str] = "down d; up d (+ 1 loss with a coupled outer such as KL)"
 
     def __post_init__(self) -> None:
+        checks.one_of("step", self.step, STEPS)
         super().__post_init__()
         for field, kind, example in (
             ("inner", Adapt, "Adapt(lr=0.05)"),
@@ -166,6 +242,10 @@ class ComFedL(Compositional):
             checks.one_of("outer_batch_size", self.outer_batch_size, ("same", "all"))
         else:
             checks.at_least("outer_batch_size", self.outer_batch_size, 1)
+
+    @property
+    def safe(self) -> bool:
+        return self.step == "safe"
 
     @property
     def adapt(self) -> Adapt | None:
@@ -193,3 +273,59 @@ def known_weights(outer: Coupled, losses: Tree) -> Tensor:
     weights = torch.zeros_like(values)
     weights[known] = outer.weights(values[known])
     return weights
+
+
+def safe_step(method: Compositional, model: Model, replies: Replies, weights: Tensor) -> Callable[[Params], float]:
+    """A function from the aggregated update to the factor ``1 / (1 + c V / reach)`` that is safe for it.
+
+    The objective's curvature is the clients' own, which the learning rate accounts for, plus c times the variance V of
+    their gradients under the weights. Updates are gradients times the reach, so the server knows V. With a robust
+    aggregate V is a weighted median, which a few bad clients cannot move far either.
+    """
+    curvature, origin = method.g.curvature, model["params"]
+    assert curvature is not None
+
+    def factor(update: Params) -> float:
+        if method.aggregate == "mean":
+            squares = replies.squared_distances(PARAMS, origin)
+            if method.clip_update_norm is not None:
+                squares = squares.clamp(max=method.clip_update_norm**2)
+            variance = float((weights * squares).sum()) - squared_norm(update)
+        else:
+            squares, order = replies.squared_distances(PARAMS, tree.map(torch.add, origin, update)).sort()
+            variance = float(squares[int(torch.searchsorted(weights[order].cumsum(0), weights.sum() / 2))])
+        return 1 / (1 + curvature * max(0.0, variance) / method.reach)
+
+    return factor
+
+
+class Updates(NamedTuple):
+    """What the server can tell of the clients' losses from their updates, which are -reach times their gradients."""
+
+    change: Tensor
+    """How much each client's loss has changed with the server's last move, to first order.
+
+    Without it moving averages lag behind, and with momentum at the server they swing. It is the correction of SCSC
+    (Chen et al., 2021), but costs no second pass over data.
+    """
+    gram: Tensor | None
+    """The updates' inner products over the reach; None for more than ``FEW`` clients."""
+
+
+FEW = 64
+
+
+def measure(replies: Replies, params: Params, previous: Params, reach: float) -> Updates:
+    """Compare the clients' updates with each other and with the server's last move."""
+    moved = tree.map(torch.sub, params, previous)
+    if len(replies.clients) <= FEW:
+        gram = replies.gram(PARAMS, params, moved) / reach
+        return Updates(-gram[:-1, -1], gram[:-1, :-1])
+    # An inner product is, by polarisation, a difference of squared distances.
+    ahead, behind = replies.squared_distances(PARAMS, params), replies.squared_distances(PARAMS, previous)
+    return Updates(-(behind - ahead - squared_norm(moved)) / (2 * reach), None)
+
+
+def squared_norm(params: Params) -> float:
+    """The squared norm of all parameters together."""
+    return sum(float(part.double().square().sum()) for part in tree.leaves(params))

@@ -35,6 +35,9 @@ class ClientOptimizer(Protocol):
     def plain_decay(self) -> float | None:
         """The weight decay d of a step without memory, ``(1 - lr * d) * w - lr * gradient``; None for other steps."""
 
+    def reach(self, steps: int) -> float | None:
+        """How far this many steps go along a constant gradient, per unit of lr; None if that depends on its length."""
+
     def init(self, params: Params) -> Tree:
         """The state before the first step; its leaves have the shape of a parameter, or none for a counter."""
 
@@ -124,6 +127,12 @@ class SGD:
         )
         return params, state
 
+    def reach(self, steps: int) -> float:
+        mu = self.momentum
+        if self.keep_state:
+            return steps / (1 - mu)
+        return sum((1 - mu ** (k + self.nesterov)) / (1 - mu) for k in range(1, steps + 1))
+
     def init_server(self, params: Params) -> Tree:
         return self.init(params)
 
@@ -165,6 +174,9 @@ class Adam:
         _check_moments(self.lr, self.beta1, self.beta2, self.eps)
         checks.not_below("weight_decay", self.weight_decay, 0)
         _check_flags(self, "bias_correction", "keep_state")
+
+    def reach(self, steps: int) -> float | None:
+        return None
 
     def init(self, params: Params) -> Tree:
         zeros = tree.map(torch.zeros_like, params)

@@ -35,6 +35,14 @@ class Outer(ABC):
     name: ClassVar[str] = "own"
     """Its name in a config."""
 
+    @property
+    def curvature(self) -> float | None:
+        """How fast the weights follow the losses: c where the weights' derivative is ``c (diag(r) - r r^T)`` or less.
+
+        This is what the safe step needs. None where there is no such bound, or where clients hide what it depends on.
+        """
+        return None
+
     @abstractmethod
     def objective(self, values: Tensor) -> Tensor:
         """The objective's value, given each client's inner value."""
@@ -65,6 +73,10 @@ class Identity(Separable):
     """g(y) = y: every client counts the same, as in federated averaging with uniform weights."""
 
     name: ClassVar[str] = "identity"
+
+    @property
+    def curvature(self) -> float:
+        return 0.0
 
     def slope(self, y: Tensor) -> Tensor:
         return torch.ones_like(y)
@@ -116,6 +128,10 @@ class KL(Coupled):
     equal clients, ``1 / sum_i r_i^2 = k``. k = 1 follows the worst client alone, k = the number of participants is
     plain averaging. The spread of the weights then does not shrink with the losses, and no client weighs more than
     ``1 / sqrt(k)``. As gamma changes with the losses there is no fixed objective; the weighted mean loss is reported.
+
+    ``memory``: by default each round's weights follow the losses on all training data, which costs a pass over them.
+    With memory = 0.98 they follow an estimate from the batches that training sees anyway: of the old estimate, moved
+    along with the model, 98 % stay. It is for full participation; else clients measure their losses as by default.
     """
 
     name: ClassVar[str] = "kl"
@@ -123,8 +139,11 @@ class KL(Coupled):
     gamma: float | None = None
     cap: float | None = None
     effective_clients: float | None = None
+    memory: float | None = None
 
     def __post_init__(self) -> None:
+        if self.memory is not None:
+            checks.between("memory", self.memory, 0, 1)
         if (self.gamma is None) == (self.effective_clients is None):
             given = "neither is" if self.gamma is None else "both are"
             raise ConfigError(f"KL needs either gamma or effective_clients, but {given} given; give one of them.")
@@ -139,6 +158,10 @@ class KL(Coupled):
                     f"effective_clients cannot be combined with cap = {self.cap:g}: it already limits a client's "
                     f"weight to 1 / sqrt({self.effective_clients:g}); leave cap out, or give gamma."
                 )
+
+    @property
+    def curvature(self) -> float | None:
+        return None if self.gamma is None else 1 / self.gamma  # a cap takes clients out of it, and lowers it
 
     def weights(self, values: Tensor) -> Tensor:
         if self.effective_clients is not None:
@@ -167,6 +190,10 @@ class Tilt(Coupled):
 
     def __post_init__(self) -> None:
         checks.not_zero("t", self.t, "above 0 favours the worst client, below 0 downweights it")
+
+    @property
+    def curvature(self) -> float:
+        return max(0.0, self.t)  # with t < 0 the weights flee from large losses, and the term is negative
 
     def weights(self, values: Tensor) -> Tensor:
         return softmax_weights(values, 1 / self.t)

@@ -8,9 +8,11 @@ replies travel, so a method's traffic is measured from them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import reduce
+from operator import getitem
 from types import MethodType
 from typing import NamedTuple, TypeVar
 
@@ -157,6 +159,18 @@ class Replies(ABC):
     def each(self, name: str) -> Iterator[Tree]:
         """This part of every reply, one by one."""
 
+    def gram(self, path: Sequence[str], origin: Tree, other: Tree) -> Tensor:
+        """The inner products of ``x_i - origin``, for the part at this path of every reply, and ``other`` as the last.
+
+        A float64 matrix on the CPU. All parts are in memory at once.
+        """
+        rows: list[list[Tensor]] = []
+        for reply in self.each(path[0]):
+            parts = zip(tree.leaves(reduce(getitem, path[1:], reply)), tree.leaves(origin), strict=True)
+            rows.append([(part - start).reshape(-1) for part, start in parts])
+        leaves = [*map(torch.stack, zip(*rows, strict=True))]
+        return gram_of(leaves, tree.leaves(other))
+
     def scores(self, name: str) -> list[Scores]:
         """This part of every reply, a dict of numbers, as one table per set of names."""
         groups: dict[tuple[str, ...], tuple[list[int], list[list[float]]]] = {}
@@ -235,3 +249,9 @@ class Engine(ABC):
 
     def finish(self, error: BaseException | None) -> None:  # noqa: B027 - a single process has nothing to do
         """Tell the other processes that the run has ended, successfully or with this error."""
+
+
+def gram_of(updates: Sequence[Tensor], other: Iterable[Tensor]) -> Tensor:
+    """The inner products of the rows of ``updates``, tensor by tensor, and of ``other`` as a last row."""
+    rows = [torch.cat([part, last.reshape(1, -1)]) for part, last in zip(updates, other, strict=True)]
+    return torch.stack([(part @ part.T).double().cpu() for part in rows]).sum(dim=0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from comfedl.core.client_statistics import undefinable
-from comfedl.core.protocol import Replies, Scores
+from comfedl.core.protocol import Replies, Scores, gram_of
 from comfedl.utils import tree
 from comfedl.utils.tree import Tree
 
@@ -135,12 +135,18 @@ class StackedReplies(Replies):
     def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
         def squares(reply: Tree) -> Tensor:
             pairs = zip(tree.leaves(reduce(getitem, path, reply)), tree.leaves(origin), strict=True)
-            each = [
-                (leaf.double() - start.double()).square().reshape(len(leaf), -1).sum(dim=1) for leaf, start in pairs
-            ]
-            return torch.stack(each).sum(dim=0)
+            return torch.stack([_squares(leaf, start) for leaf, start in pairs]).sum(dim=0)
 
         return torch.cat([squares(part.reply).cpu() for part in self._parts])[self._rows]
+
+    def gram(self, path: Sequence[str], origin: Tree, other: Tree) -> Tensor:
+        parts = [tree.leaves(reduce(getitem, path, part.reply)) for part in self._parts]
+        updates = [
+            (torch.cat(leaves) if len(leaves) > 1 else leaves[0]).sub(start).reshape(sum(map(len, leaves)), -1)
+            for leaves, start in zip(zip(*parts, strict=True), tree.leaves(origin), strict=True)
+        ]
+        chosen = torch.cat([self._rows, self._rows.new_tensor([len(updates[0])])])
+        return gram_of(updates, tree.leaves(other))[chosen][:, chosen]
 
     def each(self, name: str) -> Iterator[Tree]:
         rows = [row for part in self._parts for row in unstack_tree(part.reply[name], len(part.clients))]
@@ -208,3 +214,13 @@ def unstack_tree(stack: Tree, count: int) -> list[Tree]:
         values = iter([column[k] for column in columns])
         rows.append(tree.map(lambda _, values=values: next(values), stack))
     return rows
+
+
+def _squares(leaf: Tensor, start: Tensor) -> Tensor:
+    """Each row's squared distance from ``start``, in portions of rows that stay in the processor's cache."""
+    rows = max(1, 100_000 // max(1, start.numel()))
+    found = []
+    for part in torch.split(leaf, rows):
+        away = (part - start).reshape(len(part), -1)
+        found.append(torch.einsum("ij,ij->i", away, away))
+    return torch.cat(found).double()

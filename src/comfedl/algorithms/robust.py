@@ -1,0 +1,95 @@
+"""Robust: the method we recommend for a model that serves the worst-off client, too.
+
+The objective is the paper's eq. (5), as in ``ComFedL(outer=KL(gamma))``. What differs is the path to its optimum. The
+weights look ahead (``core/proximal.py``): they are those of the losses that clients will have after the step, momentum
+included. And they follow moving averages of the losses on the training batches, so that a round costs about what
+federated averaging's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from comfedl.algorithms.comfedl import PARAMS, Compositional, Updates, squared_norm
+from comfedl.core.learner import Model, Params
+from comfedl.core.objectives import Adapt
+from comfedl.core.optim import SGD, Adagrad, Adam, Yogi
+from comfedl.core.outer_functions import KL, Coupled, Outer
+from comfedl.core.protocol import Replies
+from comfedl.core.proximal import proximal_length, proximal_weights
+from comfedl.utils import tree
+from comfedl.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Robust(Compositional):
+    """Minimise gamma * log(mean_i exp(f_i(w) / gamma)), the clients' losses weighted towards the worst.
+
+    Args:
+        gamma: how far the weights may move from uniform, in units of the loss: small follows the worst client, large is
+            plain averaging.
+        inner: None for the local loss, ``Adapt(lr)`` for the loss after adapting to the client (meta-learning).
+        cap: the largest weight of a client, as a multiple of uniform; None is no limit.
+        memory: how much of a client's estimated loss stays from round to round; None measures all losses in every
+            round, by a pass over the training data (so it is, in any case, if not all clients take part in a round).
+        server_optimizer: by default momentum 0.9; None leaves it out.
+    """
+
+    gamma: float = 0.1
+    inner: Adapt | None = None
+    cap: float | None = None
+    memory: float | None = 0.98
+    server_optimizer: SGD | Adam | Yogi | Adagrad | None = field(default=SGD(momentum=0.9), kw_only=True)
+
+    name: ClassVar[str] = "robust"
+    paper: ClassVar[str] = "Huang and Li, eq. (5), by proximal steps with momentum"
+    goal: ClassVar[str] = "min_w gamma log (1/n) sum_i exp(f_i(w) / gamma), eq. (5)"
+    sends: ClassVar[str] = "down d; up d + 1 loss"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inner is not None and not isinstance(self.inner, Adapt):
+            raise ConfigError(f"inner is {self.inner!r}, but it must be None or like Adapt(lr=0.05).")
+
+    @property
+    def looks_back(self) -> bool:
+        return True
+
+    def weigh(
+        self, model: Model, replies: Replies, losses: Tensor, updates: Updates | None
+    ) -> tuple[Tensor, Callable[[Params], float] | None]:
+        assert updates is not None and isinstance(self.g, Coupled)
+        g, momentum = self.g, self.server_optimizer.momentum if isinstance(self.server_optimizer, SGD) else 0.0
+        coming = (losses + momentum * updates.change).numpy()  # the losses after the momentum's part of the step
+        if updates.gram is not None:
+            gram = updates.gram
+            if self.clip_update_norm is not None:
+                norms = (gram.diagonal() * self.reach).sqrt()
+                scale = (self.clip_update_norm / norms).clamp(max=1).nan_to_num(1.0)
+                gram = scale[:, None] * gram * scale
+            return torch.from_numpy(proximal_weights(g, coming, gram.numpy())), None
+        # With many clients their inner products are too many; keep the direction and choose the length.
+        weights = g.weights(torch.from_numpy(coming))
+
+        def shrink(update: Params) -> float:
+            ahead = tree.map(torch.add, model["params"], update)
+            square, origin = squared_norm(update), model["params"]
+            away, near = replies.squared_distances(PARAMS, origin), replies.squared_distances(PARAMS, ahead)
+            products = ((away + square - near) / (2 * self.reach)).numpy()
+            return proximal_length(g, coming, weights.numpy(), products, square / self.reach)
+
+        return weights, shrink
+
+    @property
+    def adapt(self) -> Adapt | None:
+        return self.inner
+
+    @cached_property
+    def g(self) -> Outer:
+        return KL(self.gamma, cap=self.cap, memory=self.memory)
