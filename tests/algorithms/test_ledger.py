@@ -28,6 +28,8 @@ TABLE: list[tuple[Algorithm, Count]] = [
     (cf.FedAvg(**COMMON), lambda m: (m * d, m * d, 0)),
     (cf.ComFedL(**COMMON), lambda m: (m * d, m * d, 0)),
     (cf.ComFedL(outer=cf.KL(0.5), **COMMON), lambda m: (m * d, m * (d + 1), 0)),
+    (cf.ComFedL(outer=cf.KL(0.5), step="safe", **COMMON), lambda m: (m * d, m * (d + 1), 0)),
+    (cf.Robust(**COMMON), lambda m: (m * d, m * (d + 1), 0)),
     (cf.ComFedL(outer=cf.KL(0.5, cap=1.5), **COMMON), lambda m: (m * d, m * (d + 1), 0)),
     (cf.ComFedL(outer=cf.CVaR(0.5), **COMMON), lambda m: (m * d, m * (d + 1), 0)),
     (cf.ComFedL(outer=cf.ChiSquare(0.5), **COMMON), lambda m: (m * d, m * (d + 1), 0)),

@@ -354,4 +354,4 @@ def test_list_algorithms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     for name, method in ALGORITHMS.items():
         assert found[name] == [words.replace(" ", "") for words in (method.paper, method.goal, method.sends)]
     paper = {"fedavg", "comfedl", "comfedl-damaml", "drfa", "afl", "q-fedavg", "fedmaml", "tr-maml", "ditto"}
-    assert {*found} == paper | {"term", "delta-fl", "fedprox", "scaffold"}
+    assert {*found} == paper | {"robust", "term", "delta-fl", "fedprox", "scaffold"}

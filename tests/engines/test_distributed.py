@@ -121,6 +121,9 @@ CASES |= {
         {"clients_per_round": 3},
     ),
     "server Adam": (with_buffers, cf.FedProx(mu=0.5, server_optimizer=cf.optim.Adam(lr=0.05), **COMMON), F64, {}),
+    "Robust": (net, cf.Robust(**COMMON), F64, {}),
+    "Robust, some, buffers": (with_buffers, cf.Robust(**COMMON), F64, {"clients_per_round": 3}),
+    "safe step": (net, cf.ComFedL(outer=cf.KL(0.3), step="safe", **COMMON), F64, {}),
     "SCAFFOLD": (net, cf.Scaffold(**COMMON), F64, {"clients_per_round": 3}),
     "SCAFFOLD, buffers": (with_buffers, cf.Scaffold(**COMMON), F64, {"clients_per_round": 3}),
     "early stopping": (

@@ -66,6 +66,7 @@ METHODS = [
     cf.DeltaFL(0.4, lr=0.05, batch_size=4),
     cf.AFL(0.05, lr=0.05, batch_size=4),
     cf.TRMAML(0.05, 0.05, lr=0.05, batch_size=4),
+    cf.Robust(lr=0.05, batch_size=4),
     cf.Scaffold(lr=0.05, batch_size=4, lr_schedule=cf.schedule.Cosine(20)),
     cf.FedAvg(lr=0.01, batch_size=4, client_optimizer=cf.optim.Adam(keep_state=True)),
     cf.Ditto(lr=0.01, batch_size=4, client_optimizer=cf.optim.SGD(momentum=0.9, keep_state=True)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -80,9 +80,8 @@ class Compositional(Algorithm):
         if (self.safe or self.looks_back) and self.local_optimizer.reach(1) is None:
             what = "the safe step" if self.safe else "memory" if self.name != "robust" else self.name
             raise ConfigError(
-                f"client_optimizer is {self.local_optimizer.name!r}, but {what} takes clients' updates for their "
-                'gradients, so it needs "sgd" at the clients (momentum and weight decay are fine); adaptive steps can be '
-                "taken by server_optimizer."
+                f"client_optimizer is {self.local_optimizer.name!r}, but {what} takes clients' updates for gradients; "
+                'use "sgd" at the clients (momentum and weight decay are fine), and adaptive steps in server_optimizer.'
             )
 
     def init(self, model: Model, clients: int) -> State:
@@ -177,8 +176,9 @@ class Compositional(Algorithm):
     def steps(self) -> dict[str, Step]:
         if self.memory is None:
             return super().steps()
-        measured = Step(self.measured, self.draws() | self.value_draws(), sends=self.reply())
-        return {**super().steps(), "measured": measured}
+        draws = self.draws() | self.value_draws()
+        same = {name: replace(draw, purpose=draw.purpose or f"train/{name}") for name, draw in draws.items()}
+        return {**super().steps(), "measured": Step(self.measured, same, noise="train", sends=self.reply())}
 
     def reply(self) -> dict[str, str]:
         return super().reply() | ({"loss": NUMBER} if isinstance(self.g, Coupled) else {})
@@ -321,9 +321,7 @@ def measure(replies: Replies, params: Params, previous: Params, reach: float) ->
     if len(replies.clients) <= FEW:
         gram = replies.gram(PARAMS, params, moved) / reach
         return Updates(-gram[:-1, -1], gram[:-1, :-1])
-    # An inner product is, by polarisation, a difference of squared distances.
-    ahead, behind = replies.squared_distances(PARAMS, params), replies.squared_distances(PARAMS, previous)
-    return Updates(-(behind - ahead - squared_norm(moved)) / (2 * reach), None)
+    return Updates(-replies.products(PARAMS, params, moved) / reach, None)
 
 
 def squared_norm(params: Params) -> float:

@@ -23,7 +23,6 @@ from comfedl.core.optim import SGD, Adagrad, Adam, Yogi
 from comfedl.core.outer_functions import KL, Coupled, Outer
 from comfedl.core.protocol import Replies
 from comfedl.core.proximal import proximal_length, proximal_weights
-from comfedl.utils import tree
 from comfedl.utils.errors import ConfigError
 
 
@@ -78,11 +77,8 @@ class Robust(Compositional):
         weights = g.weights(torch.from_numpy(coming))
 
         def shrink(update: Params) -> float:
-            ahead = tree.map(torch.add, model["params"], update)
-            square, origin = squared_norm(update), model["params"]
-            away, near = replies.squared_distances(PARAMS, origin), replies.squared_distances(PARAMS, ahead)
-            products = ((away + square - near) / (2 * self.reach)).numpy()
-            return proximal_length(g, coming, weights.numpy(), products, square / self.reach)
+            products = replies.products(PARAMS, model["params"], update) / self.reach
+            return proximal_length(g, coming, products.numpy(), squared_norm(update) / self.reach)
 
         return weights, shrink
 

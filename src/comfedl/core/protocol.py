@@ -8,7 +8,7 @@ replies travel, so a method's traffic is measured from them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import reduce
@@ -159,17 +159,20 @@ class Replies(ABC):
     def each(self, name: str) -> Iterator[Tree]:
         """This part of every reply, one by one."""
 
+    def products(self, path: Sequence[str], origin: Tree, direction: Tree) -> Tensor:
+        """``<x_i - origin, direction>`` for the part at this path of every reply, as a float64 vector."""
+        along = flat(direction)
+        rows = [flat(reduce(getitem, path[1:], reply)) for reply in self.each(path[0])]
+        start = flat(origin)
+        return torch.tensor([float((row - start) @ along) for row in rows], dtype=torch.float64)
+
     def gram(self, path: Sequence[str], origin: Tree, other: Tree) -> Tensor:
         """The inner products of ``x_i - origin``, for the part at this path of every reply, and ``other`` as the last.
 
         A float64 matrix on the CPU. All parts are in memory at once.
         """
-        rows: list[list[Tensor]] = []
-        for reply in self.each(path[0]):
-            parts = zip(tree.leaves(reduce(getitem, path[1:], reply)), tree.leaves(origin), strict=True)
-            rows.append([(part - start).reshape(-1) for part, start in parts])
-        leaves = [*map(torch.stack, zip(*rows, strict=True))]
-        return gram_of(leaves, tree.leaves(other))
+        rows = torch.stack([flat(reduce(getitem, path[1:], reply)) for reply in self.each(path[0])])
+        return gram_of(rows, origin, other)
 
     def scores(self, name: str) -> list[Scores]:
         """This part of every reply, a dict of numbers, as one table per set of names."""
@@ -251,7 +254,16 @@ class Engine(ABC):
         """Tell the other processes that the run has ended, successfully or with this error."""
 
 
-def gram_of(updates: Sequence[Tensor], other: Iterable[Tensor]) -> Tensor:
-    """The inner products of the rows of ``updates``, tensor by tensor, and of ``other`` as a last row."""
-    rows = [torch.cat([part, last.reshape(1, -1)]) for part, last in zip(updates, other, strict=True)]
-    return torch.stack([(part @ part.T).double().cpu() for part in rows]).sum(dim=0)
+def flat(params: Tree) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([leaf.reshape(-1) for leaf in tree.leaves(params)])
+
+
+def gram_of(rows: Tensor, origin: Tree, other: Tree) -> Tensor:
+    """The inner products of the rows less ``origin``, and of ``other`` as a last row; ``rows`` is overwritten."""
+    updates, last = rows.sub_(flat(origin)), flat(other)
+    found = torch.empty(len(rows) + 1, len(rows) + 1, dtype=torch.float64)
+    found[:-1, :-1] = updates @ updates.T
+    found[-1, :-1] = found[:-1, -1] = updates @ last
+    found[-1, -1] = last @ last
+    return found

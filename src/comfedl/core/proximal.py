@@ -13,15 +13,18 @@ then to the one that this move makes the worst. These stop where the next client
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from comfedl.core.outer_functions import Coupled
+from comfedl.core.outer_functions import KL, Coupled
 
 FloatArray = NDArray[np.float64]
 
 ITERATIONS = 50
+MILD = 30.0
 TOLERANCE = 1e-12
 
 
@@ -33,36 +36,49 @@ def proximal_weights(g: Coupled, losses: FloatArray, gram: FloatArray) -> FloatA
         losses: each client's loss.
         gram: the inner products of the clients' updates over the reach, ``<d_i, d_j> / R``.
     """
-    c = g.curvature
+    c, cap = g.curvature, getattr(g, "cap", None)
     assert c is not None
-    a = _weights(g, losses)
+    # Where the weights respond steeply, Newton's method needs a good start: the solution of a milder problem.
+    steepness = c * float(np.abs(gram.diagonal()).max(initial=0.0))
+    stages = max(0, math.ceil(math.log(steepness / MILD, 4))) if steepness > MILD else 0
+    milder = [KL(4**k / c, cap=cap) for k in range(stages, 0, -1)]
+    a = _weights(milder[0] if milder else g, losses)
+    for problem in (*milder, g):
+        a = _solve(problem, losses, gram, a)
+    return _dual(g, losses, gram, a)[1]
+
+
+def _solve(g: Coupled, losses: FloatArray, gram: FloatArray, a: FloatArray) -> FloatArray:
+    """The dual's solution, by Newton's method from a."""
+    c, cap = g.curvature, getattr(g, "cap", None)
+    assert c is not None
+    most = np.inf if cap is None else cap / len(losses) * (1 - 1e-9)
+    identity = np.eye(len(losses))
     value, r = _dual(g, losses, gram, a)
     for _ in range(ITERATIONS):
         gap = r - a
         if float(np.abs(gap).max()) < TOLERANCE:
             break
-        free = r < r.max() if getattr(g, "cap", None) is not None else np.ones(len(r), dtype=bool)
-        if not free.any() or (getattr(g, "cap", None) is not None and r.max() < _cap(g, len(r)) * (1 - 1e-9)):
-            free = np.ones(len(r), dtype=bool)
-        own = np.where(free, r, 0.0)
-        response = np.diag(own) - np.outer(own, own) / own.sum()  # of the weights to the losses, over c
-        direction = np.linalg.solve(np.eye(len(r)) + c * response @ gram, gap)
-        slope, size = float(-gap @ gram @ direction), 1.0
-        while size > 1e-6:
+        own = np.where(r < most, r, 0.0)  # a client at its cap does not respond
+        response = c * (np.diag(own) - np.outer(own, own) / (own.sum() or 1.0))
+        direction = np.linalg.solve(identity + response @ gram, gap)
+        slope, size = -float(gap @ gram @ direction), 1.0
+        while True:
             after = a + size * direction
             value_after, r_after = _dual(g, losses, gram, after)
-            if value_after <= value + 1e-4 * size * slope + 1e-15 * abs(value):
+            if size < 1e-6 or value_after <= value + 1e-4 * size * slope + 1e-14 * abs(value):
                 break
             size /= 2
         a, value, r = after, value_after, r_after
-    return r
+        if size < 1e-6 or size * float(np.abs(direction).max()) < TOLERANCE:
+            break
+    return a
 
 
-def proximal_length(g: Coupled, losses: FloatArray, weights: FloatArray, products: FloatArray, square: float) -> float:
-    """How far to go along one direction ``D = sum_i r_i d_i``: the s in [0, 1] that minimises the same bound.
+def proximal_length(g: Coupled, losses: FloatArray, products: FloatArray, square: float) -> float:
+    """How far to go along ``D = sum_i r_i d_i``, with the weights r of the losses: the s in [0, 1] of the least bound.
 
     Args:
-        weights: the weights r, those of ``losses``.
         products: ``<d_i, D> / R``.
         square: ``|D|^2 / R``.
     """
@@ -77,21 +93,23 @@ def proximal_length(g: Coupled, losses: FloatArray, weights: FloatArray, product
 def _dual(g: Coupled, losses: FloatArray, gram: FloatArray, a: FloatArray) -> tuple[float, FloatArray]:
     """The dual's value at a, and the weights there."""
     moved = gram @ a
-    values = losses - moved
+    return _value(g, losses - moved) + float(a @ moved) / 2, _weights(g, losses - moved)
+
+
+def _value(g: Coupled, values: FloatArray) -> float:
     if getattr(g, "cap", None) is not None:
-        return float(g.objective(torch.from_numpy(values))) + float(a @ moved) / 2, _weights(g, values)
-    c = g.curvature
-    assert c is not None and c > 0
+        return float(g.objective(torch.from_numpy(values)))
+    assert g.curvature
     most = float(values.max())
-    shares = np.exp(c * (values - most))
-    total = float(shares.sum())
-    return most + float(np.log(total / len(values))) / c + float(a @ moved) / 2, shares / total
+    return most + float(np.log(np.exp(g.curvature * (values - most)).mean())) / g.curvature
 
 
 def _weights(g: Coupled, values: FloatArray) -> FloatArray:
-    found: FloatArray = g.weights(torch.from_numpy(values)).numpy()
+    """The outer's weights; in NumPy, which is faster for few clients, where they are a softmax."""
+    if getattr(g, "cap", None) is not None:
+        capped: FloatArray = g.weights(torch.from_numpy(values)).numpy()
+        return capped
+    assert g.curvature
+    shares = np.exp(g.curvature * (values - values.max()))
+    found: FloatArray = shares / shares.sum()
     return found
-
-
-def _cap(g: Coupled, clients: int) -> float:
-    return float(getattr(g, "cap", None) or clients) / clients

@@ -40,6 +40,9 @@ class ReducedReplies(Replies):
     def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
         return self._gather_numbers(self._local.squared_distances(path, origin) if len(self._places) else None)
 
+    def products(self, path: Sequence[str], origin: Tree, direction: Tree) -> Tensor:
+        return self._gather_numbers(self._local.products(path, origin, direction) if len(self._places) else None)
+
     def _gather_numbers(self, own: Tensor | None) -> Tensor:
         """One number per client, from those on this rank; a sum with zeros is exact."""
         numbers = torch.zeros(len(self.clients), dtype=torch.float64)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from comfedl.core.client_statistics import undefinable
-from comfedl.core.protocol import Replies, Scores, gram_of
+from comfedl.core.protocol import Replies, Scores, flat, gram_of
 from comfedl.utils import tree
 from comfedl.utils.tree import Tree
 
@@ -139,14 +139,22 @@ class StackedReplies(Replies):
 
         return torch.cat([squares(part.reply).cpu() for part in self._parts])[self._rows]
 
-    def gram(self, path: Sequence[str], origin: Tree, other: Tree) -> Tensor:
-        parts = [tree.leaves(reduce(getitem, path, part.reply)) for part in self._parts]
-        updates = [
-            (torch.cat(leaves) if len(leaves) > 1 else leaves[0]).sub(start).reshape(sum(map(len, leaves)), -1)
-            for leaves, start in zip(zip(*parts, strict=True), tree.leaves(origin), strict=True)
+    def products(self, path: Sequence[str], origin: Tree, direction: Tree) -> Tensor:
+        # A product with the whole model less one with the origin: no copy of all clients' updates is made.
+        along = [leaf.reshape(-1) for leaf in tree.leaves(direction)]
+        start = float(flat(origin).double() @ flat(direction).double())
+        found = [
+            torch.stack(
+                [leaf.reshape(len(leaf), -1) @ part for leaf, part in zip(_at(stack, path), along, strict=True)]
+            )
+            for stack in self._parts
         ]
-        chosen = torch.cat([self._rows, self._rows.new_tensor([len(updates[0])])])
-        return gram_of(updates, tree.leaves(other))[chosen][:, chosen]
+        return torch.cat([each.sum(dim=0).double().cpu() for each in found])[self._rows] - start
+
+    def gram(self, path: Sequence[str], origin: Tree, other: Tree) -> Tensor:
+        parts = [torch.cat([leaf.reshape(len(leaf), -1) for leaf in _at(stack, path)], 1) for stack in self._parts]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return gram_of(rows if self._in_order else rows[self._rows], origin, other)
 
     def each(self, name: str) -> Iterator[Tree]:
         rows = [row for part in self._parts for row in unstack_tree(part.reply[name], len(part.clients))]
@@ -214,6 +222,10 @@ def unstack_tree(stack: Tree, count: int) -> list[Tree]:
         values = iter([column[k] for column in columns])
         rows.append(tree.map(lambda _, values=values: next(values), stack))
     return rows
+
+
+def _at(part: ReplyPart, path: Sequence[str]) -> list[Tensor]:
+    return list(tree.leaves(reduce(getitem, path, part.reply)))
 
 
 def _squares(leaf: Tensor, start: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from comfedl.training.checkpoint import Snapshot
 from comfedl.training.client_records import ClientRows, Evaluation, few_as_list
 from comfedl.training.options import RunOptions
 from comfedl.training.stopping import BEST
+from comfedl.training.turnover import Turnover
 from comfedl.utils import rng
 from comfedl.utils.errors import ConfigError, Diverged, QuorumError
 from comfedl.utils.tree import Tree
@@ -47,6 +48,7 @@ class Loop:
         self._extra: Row = {}  # constant columns of every row
         self._pending: Callable[[], None] | None = None
         self.done = 0  # the last completed round
+        self.turnover = Turnover()
         self.best: dict[str, Tree] | None = None  # of early stopping
         self._regular_best: dict[str, Tree] | None = None  # without a round that is evaluated only as the last
         self.stopped: str | None = None
@@ -81,6 +83,7 @@ class Loop:
             self.traffic = Traffic(**sent)
             return state
         state = after
+        self.turnover.add(participation)
         record = self._evaluate(number, state, participation) if evaluated else None
         if record is not None and not self.engine.defers_replies:
             record()
