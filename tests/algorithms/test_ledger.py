@@ -137,7 +137,7 @@ def test_the_objective_and_the_personal_model_cost_nothing() -> None:
 
 def test_what_a_method_says_it_sends() -> None:
     """The words of ``comfedl list algorithms`` agree with what is counted above."""
-    one_more = {"drfa", "afl", "q-fedavg", "term", "tr-maml", "delta-fl"}
+    one_more = {"robust", "drfa", "afl", "q-fedavg", "term", "tr-maml", "delta-fl"}
     for name, method in ALGORITHMS.items():
         assert "down d" in method.sends and "up" in method.sends
         assert ("1 loss" in method.sends and "(+ 1" not in method.sends) == (name in one_more), name
