@@ -570,7 +570,7 @@ def test_a_comparison_in_which_one_method_fails_names_it(here: Path, comfedl_: R
     ("what", "names"),
     [
         ("algorithms", ["fedavg", "comfedl"]),
-        ("datasets", ["digits", "mnist", "fashion-mnist", "cifar10", "watch"]),
+        ("datasets", ["digits", "mnist", "fashion-mnist", "cifar10", "watch", "adult", "flights", "carrier", "phd"]),
         ("partitions", ["iid", "imbalanced", "dominant-class", "dirichlet", "shards", "natural", "rho", "alpha"]),
         ("models", ["logistic", "mlp", "cnn4", "hidden", "filters", "norm"]),
     ],

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import comfedl as cf
 from comfedl.analysis.compare import run_comparison
 from comfedl.cli import tables
 from comfedl.config.schema import parse_config, read_data, run_config
+from comfedl.data import loading
+from comfedl.data.registry import RawData
 from comfedl.tuning.plan import make_plan
 from comfedl.tuning.search import tune as search
 from comfedl.utils.toml import to_toml
@@ -188,3 +191,71 @@ def test_a_comparison_marks_the_smallest_error(patients: pd.DataFrame) -> None:
     other = parse_config(settings(loss="mae", data=data, algorithm={"name": "fedavg", "lr": 0.1}))
     with pytest.raises(cf.ConfigError, match="differ in loss"):
         run_comparison({"a": quick, "b": other}, 1, "validation", Path("no"), progress=False)
+
+
+# Registered data sets: natural groupings, and some of the classes.
+
+
+def registered(**data: Any) -> dict[str, Any]:
+    return {"rounds": 2, "data": data, "model": {"name": "logistic"}, "algorithm": METHOD}
+
+
+def adult() -> RawData:
+    """A data set like "adult", with two groupings."""
+    x = np.random.default_rng(0).normal(size=(60, 108)).astype(np.float32)
+    y, groups = np.arange(60) % 2, {"occupation": np.repeat(["a", "b", "c"], 20), "phd": np.repeat(["d", "e"], 30)}
+    return RawData(x, y, 2, x[:12], y[:12], groups, {by: group[::5] for by, group in groups.items()})
+
+
+def test_a_grouping_in_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "read", lambda name, progress=False: adult())
+    for model in ("logistic", "mlp"):
+        settings = registered(name="adult", partition="natural", by="phd") | {"model": {"name": model}}
+        config = parse_config(settings)
+        fed = config.make_data()
+        assert fed.names == ("d", "e") and config.resolved()["data"]["by"] == "phd"
+        assert "test.accuracy.worst" in run_config(config).rounds[-1]
+    plain = parse_config(registered(name="adult"))
+    assert plain.make_data().names == ("a", "b", "c") and "by" not in plain.resolved()["data"]
+    assert parse_config(registered(name="flights")).data.make_partition() == cf.partition.Natural()
+
+
+def test_classes_in_a_config() -> None:
+    data = {"name": "digits", "classes": [7, 2, 4], "partition": "shards", "clients": 3, "classes_per_client": 1}
+    config = parse_config(registered(**data))
+    fed = config.make_data()
+    whole = cf.load("digits", cf.partition.Shards(clients=3, classes=1), classes=[7, 2, 4])
+    assert torch.equal(fed.train.x, whole.train.x) and fed.train.sizes.tolist() == whole.train.sizes.tolist()
+    assert {int(split["client-0"][1].max()) for split in (fed.train, fed.validation, fed.test)} <= {0, 1, 2}
+    assert config.make_model(fed)(fed.train.x[:5]).shape == (5, 3)
+    written = config.resolved()["data"]
+    assert written["classes"] == [7, 2, 4] and written["classes_per_client"] == 1
+    assert parse_config(config.resolved()).make_data().train.sizes.tolist() == fed.train.sizes.tolist()
+    assert len(parse_config(registered(name="digits", classes=[0, 1])).make_data()) == 10
+    iid = parse_config(registered(name="digits", classes=[0, 1], partition="iid", clients=2))
+    assert set(iid.make_data().train.y.tolist()) == {0, 1} and iid.resolved()["data"]["classes"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            {"name": "adult", "partition": "natural", "by": "pdh"},
+            "`by` is 'pdh', which is no grouping of 'adult'; .*phd",
+        ),
+        ({"name": "watch", "partition": "natural", "by": "phd"}, "'watch' has only the grouping 'person'"),
+        ({"name": "digits", "partition": "natural"}, "needs data with groups, but 'digits' has none"),
+        ({"name": "adult", "partition": "natural", "by": 3}, r"data\.by is 3"),
+        ({"name": "adult", "by": "phd"}, "name a partition that has it"),
+        ({"name": "digits", "classes": [0, 10]}, "the labels of 'digits' are 0 to 9"),
+        ({"name": "digits", "classes": 3}, "name a partition that has it"),
+        ({"name": "digits", "classes": [0, 1], "partition": "shards", "clients": 2}, "classes_per_client is missing"),
+        (
+            {"name": "digits", "partition": "iid", "clients": 2, "classes_per_client": 1},
+            "classes_per_client is not a key",
+        ),
+    ],
+)
+def test_mistakes_of_groupings_and_classes_are_told_before_a_download(data: dict[str, Any], said: str) -> None:
+    with pytest.raises(cf.ComfedlError, match=said):
+        parse_config(registered(**data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 import comfedl as cf
 from comfedl.data import loading
-from comfedl.data.registry import RawData
+from comfedl.data.registry import SOURCES, RawData
 
 PARTITIONS = [
     cf.partition.IID(clients=5),
@@ -163,7 +164,7 @@ def watch() -> RawData:
     """Three people with two recordings each, five time blocks per recording, four windows per block."""
     people, blocks = np.repeat(["person-2", "person-0", "person-1"], 40), np.tile(np.repeat(np.arange(5), 4), 6)
     x = np.arange(120, dtype=np.float32).reshape(120, 1, 1) * np.ones((1, 6, 5), dtype=np.float32)
-    return RawData(x, np.arange(120) % 4, 4, groups=people, blocks=blocks)
+    return RawData(x, np.arange(120) % 4, 4, groups={"person": people}, blocks=blocks)
 
 
 def test_watch_is_split_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +178,7 @@ def test_watch_is_split_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
             for name in fed.names:
                 x, y = fed.split(split)[name]
                 places = x[:, 0, 0].long().numpy()
-                assert set(raw.blocks[places]) == blocks and set(raw.groups[places]) == {name}
+                assert set(raw.blocks[places]) == blocks and set(raw.groups["person"][places]) == {name}
                 assert (raw.y[places] == y.numpy()).all() and len(y) == 8 * len(blocks)
 
 
@@ -198,7 +199,7 @@ def test_natural_needs_groups() -> None:
 def test_a_person_without_train_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """All windows of one person are in the last block: the error names the client."""
     raw = watch()
-    blocks = np.where(raw.groups == "person-1", 4, raw.blocks)
+    blocks = np.where(raw.groups["person"] == "person-1", 4, raw.blocks)
     replace_data_set(monkeypatch, RawData(raw.x, raw.y, raw.classes, groups=raw.groups, blocks=blocks))
     with pytest.raises(cf.DataError, match="person-1"):
         cf.load("watch")
@@ -228,3 +229,175 @@ def test_held_out_sets_the_number_of_held_out_samples() -> None:
     for wrong, message in ((0, "held_out.*0"), (10_000, "10000 each")):
         with pytest.raises((cf.ConfigError, cf.DataError), match=message):
             cf.load("digits", cf.partition.IID(clients=10), held_out=wrong)
+
+
+# Natural clients with their own held-out rows, like "adult" (with a test set) and "flights" (without).
+
+
+def natural(test: bool = True) -> RawData:
+    """Groups of 100, 20, 3, 2 and 1 rows, and 4 rows without one; x is the row, and those of the test set are negative.
+
+    Labels are 80 % 0. The group "gone" has test rows only, and "e" has none.
+    """
+    site = np.array([""] * 4 + ["a"] * 100 + ["b"] * 20 + ["c"] * 3 + ["d"] * 2 + ["e"])
+    site = np.random.default_rng(0).permutation(site)
+    y = np.zeros(130, dtype=np.int64)
+    for group in "ab":
+        y[np.flatnonzero(site == group)[::5]] = 1
+    x = np.arange(1, 131, dtype=np.float32)[:, None]
+    half = np.where(x[:, 0] % 2 > 0, "odd", "even")
+    raw = RawData(x, y, 2, groups={"site": site, "half": half})
+    if not test:
+        return raw
+    test_site = np.array(["a"] * 10 + ["b", "c", "d", "gone", ""])
+    test_x, test_y = -np.arange(1, 16, dtype=np.float32)[:, None], np.arange(15) % 2
+    test_groups = {"site": test_site, "half": np.array(["odd"] * 15)}
+    return replace(raw, test_x=test_x, test_y=test_y, test_groups=test_groups)
+
+
+def sizes(fed: cf.FederatedData, split: str) -> dict[str, int]:
+    return {name: len(part) for name, part in rows(fed.split(split)).items()}
+
+
+@pytest.mark.parametrize("test", [True, False])
+def test_held_out_rows_of_natural_clients_are_their_own(test: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = natural(test)
+    replace_data_set(monkeypatch, raw)
+    fed = cf.load("adult")
+    assert list(fed.names) == list("abcde")
+    seen = []
+    for split in ("train", "validation", "test"):
+        for name, places in rows(fed.split(split)).items():
+            x, y = fed.split(split)[name]
+            own = places if split != "test" or not test else [place - 130 for place in places]
+            groups = (raw.test_groups if split == "test" and test else raw.groups)["site"]
+            assert set(groups[own]) == {name} and (x[:, 0] < 0).all() == (split == "test" and test)
+            assert (y.numpy() == (raw.test_y if split == "test" and test else raw.y)[own]).all()
+            seen += places
+    assert len(seen) == len(set(seen)) == 126 + (13 if test else 0)
+    if test:
+        assert sizes(fed, "train") == {"a": 80, "b": 16, "c": 2, "d": 1, "e": 1}
+        assert sizes(fed, "validation") == {"a": 20, "b": 4, "c": 1, "d": 1}
+        assert sizes(fed, "test") == {"a": 10, "b": 1, "c": 1, "d": 1}
+    else:
+        assert sizes(fed, "train") == {"a": 60, "b": 12, "c": 1, "d": 1, "e": 1}
+        assert sizes(fed, "validation") == {"a": 20, "b": 4, "c": 1, "d": 1}
+        assert sizes(fed, "test") == {"a": 20, "b": 4, "c": 1}
+    for name, share in (("a", 0.2), ("b", 0.2)):
+        for split in ("train", "validation") if test else ("train", "validation", "test"):
+            y = fed.split(split)[name][1].float()
+            assert abs(float(y.sum()) - share * len(y)) < 1
+
+
+def test_a_grouping_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_data_set(monkeypatch, natural())
+    fed = cf.load("adult", cf.partition.Natural(by="half"))
+    assert sizes(fed, "train") == {"even": 52, "odd": 52} and sizes(fed, "test") == {"odd": 15}
+    assert rows(cf.load("adult", cf.partition.Natural(by="site")).train) == rows(cf.load("adult").train)
+
+
+def test_a_grouping_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_data_set(monkeypatch, natural())
+    with pytest.raises(cf.ConfigError, match=r"`by` is 'sites', which is no grouping of 'adult'; .*'site'"):
+        cf.load("adult", cf.partition.Natural(by="sites"))
+    replace_data_set(monkeypatch, watch())
+    assert len(cf.load("watch", cf.partition.Natural(by="person"))) == 3
+    with pytest.raises(cf.ConfigError, match="'watch' has only the grouping 'person'; leave `by` out"):
+        cf.load("watch", cf.partition.Natural(by="phd"))
+    for wrong in ("", 3, ["phd"]):
+        with pytest.raises(cf.ConfigError, match=r"`by` is .*name of a grouping"):
+            cf.partition.Natural(by=wrong)
+
+
+def test_shares_and_held_out_of_natural_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_data_set(monkeypatch, natural(test=False))
+    whole, limited = cf.load("flights"), cf.load("flights", held_out=10)
+    assert rows(limited.train) == rows(whole.train)
+    for split in ("validation", "test"):
+        assert sizes(limited, split) == {name: min(size, 10) for name, size in sizes(whole, split).items()}
+        assert float(limited.split(split)["a"][1].sum()) == 2
+        for name, places in rows(limited.split(split)).items():
+            assert set(places) <= set(rows(whole.split(split))[name])
+    bare = cf.load("flights", validation=0, test=0)
+    assert bare.validation is None and bare.test is None and int(bare.train.sizes.sum()) == 126
+    assert cf.load("flights", test=0).test is None
+    most = cf.load("flights", validation=0.5, test=0.45)
+    assert int(most.train.sizes.min()) == 1 and sizes(most, "train")["a"] == 5
+    with pytest.raises(cf.ConfigError, match="keep some for training"):
+        cf.load("flights", validation=0.5, test=0.5)
+    replace_data_set(monkeypatch, natural())
+    assert cf.load("adult", test=0).test is None
+    again = cf.load("adult", seed=4)
+    assert rows(again.train) == rows(cf.load("adult", seed=4).train) != rows(cf.load("adult", seed=5).train)
+
+
+def test_natural_data_under_another_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_data_set(monkeypatch, natural())
+    fed = cf.load("adult", cf.partition.IID(clients=3))
+    assert int(fed.train.sizes.sum()) == 104 and len(set(fed.test.sizes.tolist())) == 1
+
+
+# Some of the classes.
+
+
+def test_classes_are_kept_and_numbered_in_the_given_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_data_set(monkeypatch, with_test_set())
+    fed = cf.load("mnist", cf.partition.Shards(clients=2, classes=1), classes=[2, 0])
+    for split in (fed.train, fed.validation, fed.test):
+        for name in fed.names:
+            x, y = split[name]
+            assert len(set(y.tolist())) == 1 and len(y) > 0
+            assert (torch.tensor([2, 0])[y] == x[:, 0].long() % 1000 % 3).all()
+    assert int(fed.train.sizes.sum()) == 160
+    every = cf.load("mnist", cf.partition.IID(clients=2), classes=range(3))
+    assert torch.equal(every.train.y, cf.load("mnist", cf.partition.IID(clients=2)).train.y)
+
+
+def test_classes_of_natural_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_data_set(monkeypatch, watch())
+    fed = cf.load("watch", classes=[3, 1])
+    assert len(fed) == 3 and int(fed.train.sizes.sum()) == 36
+    x, y = fed.train["person-0"]
+    assert ((x[:, 0, 0].long() % 4 == 3) == (y == 0)).all()
+    raw = natural()
+    replace_data_set(monkeypatch, replace(raw, classes=3))
+    assert rows(cf.load("adult", classes=[0, 1]).test) == rows(cf.load("adult").test)
+
+
+@pytest.mark.parametrize("classes", [[], [1], [0, 0], [0, 3], [-1, 0], [0, 1.0], [True, False], "01", 2, {0: 1}])
+def test_classes_that_are_not_there(classes: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_data_set(monkeypatch, with_test_set())
+    with pytest.raises(
+        cf.ConfigError, match=r"`classes` is .*, but the labels of 'mnist' are 0 to 2; give two or more"
+    ):
+        cf.load("mnist", classes=classes)
+
+
+@pytest.mark.download
+@pytest.mark.parametrize(
+    ("name", "by", "clients", "sizes"),
+    [
+        ("adult", "phd", 2, {"phd": (330, 83, 181), "non-phd": (25718, 6430, 16100)}),
+        ("adult", None, 14, {"Armed-Forces": (7, 2, 6), "Prof-specialty": (3312, 828, 2032)}),
+        ("adult", "native-country", 41, {"Holand-Netherlands": (1, 0, 0)}),
+        ("flights", None, 16, {"OO": (17, 6, 6), "UA": (34670, 11556, 11556)}),
+        ("flights", "origin", 3, {}),
+    ],
+)
+def test_natural_clients_of_the_real_data(
+    name: str, by: str | None, clients: int, sizes: dict[str, tuple[int, ...]]
+) -> None:
+    try:
+        fed = cf.load(name, cf.partition.Natural(by=by))
+    except cf.DataError as error:
+        pytest.skip(f"{name} is not in the cache and cannot be downloaded: {error}")
+    assert len(fed) == clients
+    for client, expected in sizes.items():
+        i = fed.names.index(client)
+        assert tuple(int(split.sizes[i]) for split in (fed.train, fed.validation, fed.test)) == expected
+    data = SOURCES[name]
+    for model in ("logistic", "mlp"):
+        net = cf.models.build(model, data.shape, data.classes, seed=0)
+        result = cf.fit(net, fed, cf.ComFedL(outer=cf.KL(0.5), lr=0.1, batch_size=50), rounds=5)
+        first, last = result.rounds[0], result.rounds[-1]
+        assert last["validation.loss.mean"] < first["validation.loss.mean"]

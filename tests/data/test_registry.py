@@ -640,7 +640,7 @@ def test_digits_need_no_download(cache: Path) -> None:
     assert raw.x.dtype == np.float32 and raw.y.dtype == np.int64
     assert raw.x.min() == 0 and raw.x.max() == 1
     assert set(raw.y.tolist()) == set(range(10)) and raw.classes == source.classes == 10
-    assert source.download == "" and raw.test_x is None and raw.groups is None and raw.blocks is None
+    assert source.download == "" and raw.test_x is None and not raw.groups and raw.blocks is None
     assert not cache.exists()
 
 
@@ -857,8 +857,8 @@ def test_watch_is_cut_into_windows() -> None:
     raw = SOURCES["watch"].decode({"watch_dataset.npy": npy_of(data)})
     counts = [length // 100 for length in lengths]
     assert raw.x.shape == (sum(counts), 6, 100) and raw.x.dtype == np.float32 and raw.classes == 7
-    assert raw.groups is not None and raw.blocks is not None
-    assert raw.groups.tolist() == [f"person-{i + 1:02d}" for i, n in enumerate(counts) for _ in range(n)]
+    assert list(raw.groups) == ["person"] and raw.blocks is not None
+    assert raw.groups["person"].tolist() == [f"person-{i + 1:02d}" for i, n in enumerate(counts) for _ in range(n)]
     assert raw.y.tolist() == [i % 7 for i, n in enumerate(counts) for _ in range(n)]
     # The second window of the third recording: acceleration as it is, rotation in half-turns per second.
     window = raw.x[counts[0] + counts[1] + 1]
@@ -944,11 +944,96 @@ def test_an_invalid_npy_file_is_refused() -> None:
             SOURCES["watch"].decode({"watch_dataset.npy": data})
 
 
+# --- Decoding: tables ----------------------------------------------------------------------------------
+
+ADULT = b"""\
+39, State-gov, 100, Bachelors, 13, Never-married, Adm-clerical, Husband, White, Male, 2174, 0, 40, United-States, <=50K
+50, ?, 300, Doctorate, 16, Divorced, ?, Husband, Black, Female, 0, 0, 20, United-States, >50K
+
+"""
+ADULT_TEST = b"""\
+|1x3 Cross validator
+28, Private, 200, Doctorate, 16, Divorced, Sales, Wife, White, Male, 0, 0, 30, Cuba, >50K.
+
+"""
+
+
+def test_adult_is_scaled_and_encoded_as_in_its_train_file() -> None:
+    raw = SOURCES["adult"].decode({"adult.data": ADULT, "adult.test": ADULT_TEST})
+    assert raw.x.dtype == raw.test_x.dtype == np.float32 and raw.y.dtype == raw.test_y.dtype == np.int64
+    assert raw.y.tolist() == [0, 1] and raw.test_y.tolist() == [1] and raw.classes == 2
+    # Six numbers; the last is constant in neither, and capital-loss, which is constant, is only centred.
+    np.testing.assert_allclose(raw.x[:, :6], [[-1, -1, -1, 1, 0, 1], [1, 1, 1, -1, 0, -1]], atol=1e-6)
+    np.testing.assert_allclose(raw.test_x[0, :6], [(28 - 44.5) / 5.5, 0, 1, -1, 0, 0], atol=1e-6)
+    # workclass (? first), education, marital-status, occupation, relationship, race, sex, native-country
+    assert raw.x[:, 6:].tolist() == [
+        [0, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 1, 1],
+        [1, 0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 1, 0, 1],
+    ]
+    # A category that the train file does not have is none of its columns.
+    assert raw.test_x[0, 6:].tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1, 0]
+
+
+def test_groups_of_adult() -> None:
+    raw = SOURCES["adult"].decode({"adult.data": ADULT, "adult.test": ADULT_TEST})
+    assert tuple(raw.groups) == tuple(raw.test_groups) == SOURCES["adult"].groupings
+    assert raw.groups["occupation"].tolist() == ["Adm-clerical", ""] and raw.groups["workclass"].tolist()[1] == ""
+    assert raw.groups["phd"].tolist() == ["non-phd", "phd"] and raw.test_groups["phd"].tolist() == ["phd"]
+    assert raw.groups["education"].tolist() == ["Bachelors", "Doctorate"]
+
+
+@pytest.mark.parametrize("data", [b"", b"|1x3\n", b"1, 2, 3\n", ADULT.replace(b", Male", b"", 1)])
+def test_an_invalid_file_of_adult_is_refused(data: bytes) -> None:
+    with pytest.raises(DataError, match="not a file of Adult"):
+        SOURCES["adult"].decode({"adult.data": data, "adult.test": ADULT_TEST})
+
+
+FLIGHTS = b"""\
+year,month,day,dep_time,sched_dep_time,dep_delay,arr_time,sched_arr_time,arr_delay,carrier,flight,tailnum,origin,dest,\
+air_time,distance,hour,minute,time_hour
+2013,1,1,517,515,2,830,819,16,UA,1545,N14228,EWR,IAH,227,1400,5,15,2013-01-01 05:00:00
+2013,1,1,,1630,,,1815,,EV,4308,N18120,LGA,RDU,,416,16,30,2013-01-01 16:00:00
+2013,12,29,2355,2330,25,10,15,15,DL,1,N1,JFK,SJU,200,1598,23,30,2013-12-29 23:00:00
+2013,12,29,1200,1230,-30,1300,1350,-50.0,OO,1,N1,LGA,CLE,90,419,12,30,2013-12-29 12:00:00
+2013,1,1,1200,1230,0,,1350,NA,OO,1,N1,LGA,CLE,90,419,12,30,2013-12-29 12:00:00
+"""
+
+
+def test_flights_have_features_that_are_known_before_departure() -> None:
+    raw = SOURCES["flights"].decode({"flights.csv": FLIGHTS})
+    assert raw.x.shape == (3, *SOURCES["flights"].shape) and raw.x.dtype == np.float32
+    assert raw.y.tolist() == [1, 0, 0] and raw.y.dtype == np.int64 and raw.test_x is None and raw.classes == 2
+    assert {name: groups.tolist() for name, groups in raw.groups.items()} == {
+        "carrier": ["UA", "DL", "OO"],
+        "origin": ["EWR", "JFK", "LGA"],
+        "dest": ["IAH", "SJU", "CLE"],
+    }
+    assert tuple(raw.groups) == SOURCES["flights"].groupings
+    # Distance, duration (the second flight arrives after midnight), departure, arrival.
+    numbers = [[1400, 184, 315, 499], [1598, 45, 1410, 15], [419, 80, 750, 830]]
+    np.testing.assert_allclose(raw.x[:, :4] * [700, 50, 280, 300] + [1000, 140, 810, 930], numbers, atol=1e-3)
+    hot = [np.flatnonzero(row).tolist() for row in raw.x[:, 4:]]
+    # Month, weekday (a Tuesday and a Sunday), hour from 5, origin.
+    assert hot == [[0, 12 + 1, 19, 38], [11, 12 + 6, 19 + 18, 39], [11, 12 + 6, 19 + 7, 40]]
+
+
+def test_flights_know_nothing_of_the_flight_itself() -> None:
+    """Whatever happened after the schedule, the features are the same."""
+    other = FLIGHTS.replace(b"517,515,2,830,819,16", b"999,515,77,901,819,99").replace(b",227,", b",5,")
+    one, two = (SOURCES["flights"].decode({"flights.csv": data}) for data in (FLIGHTS, other))
+    assert np.array_equal(one.x, two.x)
+
+
+def test_flights_without_a_column_are_refused() -> None:
+    with pytest.raises(DataError, match="no column arr_delay, dest"):
+        SOURCES["flights"].decode({"flights.csv": FLIGHTS.replace(b"arr_delay", b"x").replace(b"dest", b"y")})
+
+
 # --- The list ------------------------------------------------------------------------------------------
 
 
 def test_the_list_is_complete() -> None:
-    assert list(SOURCES) == ["digits", "mnist", "fashion-mnist", "cifar10", "watch"]
+    assert list(SOURCES) == ["digits", "mnist", "fashion-mnist", "cifar10", "watch", "adult", "flights"]
     for name, source in SOURCES.items():
         assert source.name == name and source.summary and "\n" not in source.summary
         assert bool(source.files) == bool(source.mirrors) == bool(source.download) == (name != "digits")
@@ -976,6 +1061,8 @@ def read_or_skip(name: str) -> RawData:
         ("fashion-mnist", [9, 0, 0, 3, 0], [6000] * 10, 0.2860),
         ("cifar10", [6, 9, 9, 4, 1], [5000] * 10, 0.4734),
         ("watch", [0] * 5, [254, 389, 396, 363, 366, 294, 307], 0.0391),
+        ("adult", [0] * 5, [24720, 7841], 8 / 108),  # eight one-hot columns; the numbers have mean 0
+        ("flights", [0, 1, 1, 0, 0], [249716, 77630], 0.0922),
     ],
 )
 def test_the_real_data(name: str, first_labels: list[int], per_class: list[int], mean: float) -> None:
@@ -986,13 +1073,24 @@ def test_the_real_data(name: str, first_labels: list[int], per_class: list[int],
     assert np.bincount(raw.y).tolist() == per_class
     assert abs(float(raw.x.mean(dtype=np.float64)) - mean) < 1e-4
     assert (0 if raw.test_x is None else len(raw.test_x)) == source.test_samples
-    if name != "watch":
+    assert tuple(raw.groups) == source.groupings and not any(groups[0] == "" for groups in raw.groups.values())
+    if name == "adult":
+        assert raw.test_y is not None and raw.test_y.sum() == 3846
+        assert (raw.groups["phd"] == "phd").sum() == 413 and (raw.test_groups["phd"] == "phd").sum() == 181
+        assert len(set(raw.groups["occupation"]) - {""}) == 14
+        np.testing.assert_allclose(raw.x[:, :6].std(axis=0), 1, atol=1e-3)
+    if name == "flights":
+        assert len(set(raw.groups["carrier"])) == 16 and (raw.groups["carrier"] == "OO").sum() == 29
+        assert (raw.x[:, 4:].sum(axis=1) == 4).all()
+        assert np.abs(raw.x[:, :4].mean(axis=0)).max() < 0.1 and np.abs(raw.x[:, :4].std(axis=0) - 1).max() < 0.1
+    if len(source.shape) == 3:
         assert raw.x.min() == 0 and raw.x.max() == 1
+    if name != "watch":
         return
-    assert raw.groups is not None and raw.blocks is not None
+    assert raw.blocks is not None
     for person in range(1, 11):
         for label in range(7):
-            rows = (raw.groups == f"person-{person:02d}") & (raw.y == label)
+            rows = (raw.groups["person"] == f"person-{person:02d}") & (raw.y == label)
             assert set(raw.blocks[rows].tolist()) == set(range(5))
 
 

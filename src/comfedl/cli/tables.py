@@ -88,7 +88,11 @@ def datasets() -> Table:
         cached = "not needed" if not source.files else "yes" if is_cached(name) else f"no: {source.download}"
         shape = "x".join(str(size) for size in source.shape)
         table.add_row(name, source.summary, samples, shape, str(source.classes), cached)
-    table.caption = 'For your data: "csv", "folder", or "module:function"; see docs/how-to-own-data.md.'
+    groupings = "; ".join(f"{name} by {', '.join(s.groupings)}" for name, s in SOURCES.items() if s.groupings)
+    table.caption = (
+        f'Natural clients, partition = "natural" with by = one of them, the first by default: {groupings}.\n'
+        'For your data: "csv", "folder", or "module:function"; see docs/how-to-own-data.md.'
+    )
     return table
 
 

@@ -182,7 +182,7 @@ TABLE_OF_KEY = {
     },
     "algorithm.client_optimizer": {"momentum", "nesterov", "weight_decay", "keep_state"},
     "algorithm.outer": {"gamma", "cap", "effective_clients", "level", "rho", "q"},
-    "data": {"partition", "clients", "alpha", "rho", "path", "client", "target"},
+    "data": {"partition", "by", "clients", "alpha", "rho", "path", "client", "target"},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from comfedl.config import build
 from comfedl.data.federated import FederatedData
 from comfedl.data.from_folders import from_folder
 from comfedl.data.from_tables import Shares, from_csv
-from comfedl.data.loading import load
+from comfedl.data.loading import check_classes, check_grouping, load
 from comfedl.data.partition import IID, PARTITIONS, Natural, Partition
 from comfedl.data.registry import SOURCES
 from comfedl.data.tabular import Encoding
@@ -82,7 +83,11 @@ READERS: dict[str, Callable[..., FederatedData]] = {"csv": csv, "folder": folder
 
 
 class DataTable(NamedTable):
-    """[data]: the data set, and its partition with the partition's arguments, or the arguments of the user's data."""
+    """[data]: the data set, and its partition with the partition's arguments, or the arguments of the user's data.
+
+    A list of labels as ``classes`` keeps only these of a data set; a partition's number of classes per client, which is
+    also called ``classes``, is then ``classes_per_client``.
+    """
 
     partition: str | None = None
     validation: float = 0.2
@@ -96,6 +101,8 @@ class DataTable(NamedTable):
             checks.at_least("data.seed", self.seed, 0)
         if not self._is_user_data:
             self.make_partition()
+            if self._kept_classes is not None:
+                check_classes(self.name, self._kept_classes, SOURCES[self.name].classes)
             return
         function, skip = self._loader()
         given = {key: getattr(self, key) for key in ("partition", "held_out") if getattr(self, key) is not None}
@@ -104,6 +111,34 @@ class DataTable(NamedTable):
     @property
     def _is_user_data(self) -> bool:
         return self.name in READERS or ":" in self.name
+
+    @property
+    def _kept_classes(self) -> list[int] | None:
+        """The labels of a registered data set to keep, if not all."""
+        classes = self.arguments.get("classes")
+        return classes if isinstance(classes, list) and not self._is_user_data else None
+
+    @property
+    def _class_count(self) -> int:
+        return SOURCES[self.name].classes if self._kept_classes is None else len(self._kept_classes)
+
+    def _partition_arguments(self, kind: Any) -> dict[str, Any]:
+        """The arguments of the partition, without the labels to keep."""
+        arguments = self.arguments
+        if self._kept_classes is None:
+            return arguments
+        del arguments["classes"]
+        field = next((field for field in dataclasses.fields(kind) if field.name == "classes"), None)
+        if field is None:
+            return arguments
+        if "classes_per_client" in arguments:
+            arguments["classes"] = arguments.pop("classes_per_client")
+        elif field.default is dataclasses.MISSING:
+            raise ConfigError(
+                "data.classes_per_client is missing: data.classes lists the labels to keep, so say how many of them "
+                "each client has."
+            )
+        return arguments
 
     def _loader(self) -> tuple[Callable[..., Any], int]:
         """The function that loads the user's data, and how many arguments it takes before the options."""
@@ -124,11 +159,16 @@ class DataTable(NamedTable):
         source = build.lookup("data.name", self.name, {**SOURCES, **READERS})
         if self.partition is None:
             for key in self.arguments:
+                if key == "classes" and self._kept_classes is not None:
+                    continue
                 error = build.unknown_key("data", key, DataTable.model_fields)
                 raise ConfigError(f"{error} Or name a partition that has it.")
-            return Natural() if source.grouped else IID(clients=10)
+            return Natural() if source.groupings else IID(clients=10)
         found = build.lookup("data.partition", self.partition, PARTITIONS)
-        partition: Partition = build.from_table(found, self.arguments, "data", other_keys=DataTable.model_fields)
+        arguments = self._partition_arguments(found)
+        partition: Partition = build.from_table(found, arguments, "data", other_keys=DataTable.model_fields)
+        if isinstance(partition, Natural):
+            check_grouping(self.name, source.groupings, partition.by)
         return partition
 
     def make_data(self, seed: int, progress: bool = False, loss: str = "cross_entropy") -> FederatedData:
@@ -138,7 +178,8 @@ class DataTable(NamedTable):
         """
         seed = seed if self.seed is None else self.seed
         if not self._is_user_data:
-            return load(self.name, self.make_partition(), seed, self.validation, self.test, progress, self.held_out)
+            shares, kept = (self.validation, self.test), self._kept_classes
+            return load(self.name, self.make_partition(), seed, *shares, progress, self.held_out, kept)
         function, _ = self._loader()
         if self.name in READERS:
             task = "regression" if loss in REGRESSIONS else "classification"
@@ -151,7 +192,7 @@ class DataTable(NamedTable):
     def sample_spec(self, seed: int, loss: str, encoding: Encoding | None) -> SampleSpec:
         """What a model needs to know of the data, which are loaded only if nothing else tells."""
         if not self._is_user_data and loss == "cross_entropy":
-            return SampleSpec(SOURCES[self.name].shape, SOURCES[self.name].classes, torch.float32)
+            return SampleSpec(SOURCES[self.name].shape, self._class_count, torch.float32)
         if encoding is not None and encoding.columns:
             outputs = len(encoding.classes) if loss == "cross_entropy" else 1
             return SampleSpec(encoding.shape, outputs, torch.float32)
@@ -165,7 +206,7 @@ class DataTable(NamedTable):
         if loss == "bce":
             return 1
         if not self._is_user_data:
-            return SOURCES[self.name].classes
+            return self._class_count
         if fed.encoding is not None and fed.encoding.classes:
             return len(fed.encoding.classes)
         splits = [split for name in ("train", "validation", "test") if (split := fed.split(name)) is not None]
@@ -177,7 +218,7 @@ class DataTable(NamedTable):
             return 1
         if self._is_user_data:
             raise ConfigError("The data are at the sites; set flower.outputs to the number of classes.")
-        return SOURCES[self.name].classes
+        return self._class_count
 
     def resolved(self) -> dict[str, Any]:
         """All values, including defaults."""
@@ -188,7 +229,12 @@ class DataTable(NamedTable):
             return {**kept, **build.default_options(function, skip), **self._options()}
         partition = self.make_partition()
         name = next(name for name, kind in PARTITIONS.items() if kind is type(partition))
-        return fields | {"partition": name} | {k: v for k, v in describe(partition).items() if k != "name"}
+        arguments = {key: value for key, value in describe(partition).items() if key != "name"}
+        if self._kept_classes is not None:
+            if "classes" in arguments:
+                arguments["classes_per_client"] = arguments["classes"]
+            arguments["classes"] = self._kept_classes
+        return fields | {"partition": name} | arguments
 
 
 SITES = "sites"

@@ -235,7 +235,14 @@ class Shards(_Numbered):
 
 @dataclass(frozen=True)
 class Natural(Partition):
-    """The groups of the data set, such as hospitals, writers or devices, with their own names."""
+    """The natural groups, such as hospitals, writers or devices; `by` names one of several groupings."""
+
+    # None is the data set's default grouping. ``load`` looks it up; ``assign`` is given the groups themselves.
+    by: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.by is not None and (not isinstance(self.by, str) or not self.by):
+            raise ConfigError(f'`by` is {self.by!r}; give the name of a grouping, such as "carrier", or leave it out.')
 
     def assign(self, labels: Labels, rng: np.random.Generator, groups: Labels | None = None) -> Parts:
         if groups is None:
@@ -333,6 +340,15 @@ def stratified(labels: Labels, fraction: float, rng: np.random.Generator) -> tup
         counts = np.clip(counts, class_sizes > 1, class_sizes - 1)
     (held,) = _draw(codes, counts[None], rng)
     return np.setdiff1d(np.arange(len(codes)), held), held
+
+
+def drawn(labels: Labels, count: int, rng: np.random.Generator) -> tuple[Rows, Rows]:
+    """Split into (kept, drawn) rows, drawing ``count`` in the proportions of the labels, to within one per class."""
+    codes, class_sizes = _encode_classes(np.asarray(labels))
+    counts = round_within((class_sizes * count / len(codes))[None], class_sizes)
+    assert counts is not None  # no share of a class exceeds it
+    (rows,) = _draw(codes, counts, rng)
+    return np.setdiff1d(np.arange(len(codes)), rows), rows
 
 
 def _is_number(value: object) -> bool:

