@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 import comfedl as cf
-from comfedl.algorithms import comfedl as compositional
+from comfedl.algorithms import ALGORITHMS, comfedl as compositional
 from comfedl.core.proximal import proximal_length, proximal_weights
 
 GAMMA, LR, TAU = 0.3, 0.2, 4
@@ -208,7 +209,7 @@ def test_the_length_of_a_step_is_the_best() -> None:
 def by_hand(fed: cf.FederatedData, rounds: int, memory: float | None, momentum: float = 0.9) -> torch.Tensor:
     """Robust with full batches: the reach is lr * tau, and the first batch's loss is the loss."""
     w, reach = flat(dict(linear().state_dict())), LR * TAU
-    moved, estimate = torch.zeros_like(w), None
+    moved, estimate, average = torch.zeros_like(w), None, torch.zeros_like(w)
     for number in range(1, rounds + 1):
         losses, updates = one_round(fed, w)
         change = -(updates * moved).sum(dim=(1, 2)) / reach
@@ -224,7 +225,8 @@ def by_hand(fed: cf.FederatedData, rounds: int, memory: float | None, momentum: 
             log_r = torch.log_softmax(log_r + 0.05 * (target - log_r), dim=0)
         moved = momentum * moved + (log_r.exp()[:, None, None] * updates).sum(dim=0)
         w = w + moved
-    return w
+        average = average + max(0.1, 1 / number) * (w - average)
+    return average
 
 
 @pytest.mark.parametrize("memory", [0.98, 0.5, None])
@@ -243,7 +245,7 @@ def test_robust_without_momentum_by_hand(three_clients: cf.FederatedData) -> Non
 
 def test_a_large_gamma_is_equal_weights_with_momentum(three_clients: cf.FederatedData) -> None:
     robust = trained(three_clients, cf.Robust(gamma=1e9, **COMMON), 5)  # type: ignore[arg-type]
-    equal = cf.ComFedL(server_optimizer=cf.optim.SGD(momentum=0.9), **COMMON)  # type: ignore[arg-type]
+    equal = cf.ComFedL(server_optimizer=cf.optim.SGD(momentum=0.9), server_average=0.9, **COMMON)  # type: ignore[arg-type]
     torch.testing.assert_close(robust, trained(three_clients, equal, 5), rtol=0, atol=1e-6)
 
 
@@ -292,7 +294,8 @@ def test_many_clients_have_a_length_instead(three_clients: cf.FederatedData, mon
         moved = 0.9 * moved + lengths[bound.argmin()] * update
         w = w + moved
     for path in ("auto", "serial"):
-        found = trained(three_clients, cf.Robust(gamma=GAMMA, **COMMON), 4, engine_options={"vectorize": path})  # type: ignore[arg-type]
+        method = cf.Robust(gamma=GAMMA, server_average=None, **COMMON)  # type: ignore[arg-type]
+        found = trained(three_clients, method, 4, engine_options={"vectorize": path})
         torch.testing.assert_close(found, w, rtol=0, atol=1e-5)
 
 
@@ -318,6 +321,36 @@ def test_stopped_and_resumed(three_clients: cf.FederatedData, tmp_path: Path) ->
     cf.fit(linear(), three_clients, method, rounds=7, out=tmp_path / "once")
     for name in ("clients.jsonl", "model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "once" / name).read_bytes()
+
+
+# The average of the server's models.
+
+
+def test_limits_of_the_average(three_clients: cf.FederatedData) -> None:
+    """0 reports the last model; 1 reports the plain mean of all rounds' models."""
+    last, zero, mean = (
+        trained(three_clients, cf.FedAvg(server_average=share, **COMMON), 3)  # type: ignore[arg-type]
+        for share in (None, 0.0, 1.0)
+    )
+    torch.testing.assert_close(zero, last, rtol=0, atol=0)
+    each = [trained(three_clients, cf.FedAvg(**COMMON), rounds) for rounds in (1, 2, 3)]  # type: ignore[arg-type]
+    torch.testing.assert_close(mean, sum(each, torch.zeros_like(last)) / 3, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_method_can_report_an_average(three_clients: cf.FederatedData, name: str) -> None:
+    options = {"average": False} if name == "afl" else {}
+    method = ALGORITHMS[name](server_average=1.0, lr=0.05, local_steps=1, **options)  # type: ignore[arg-type]
+    found = trained(three_clients, method, 2)
+    each = [trained(three_clients, replace(method, server_average=None), rounds) for rounds in (1, 2)]
+    torch.testing.assert_close(found, (each[0] + each[1]) / 2, rtol=0, atol=1e-12)
+
+
+def test_bad_averages() -> None:
+    with pytest.raises(cf.ConfigError, match="server_average is 2"):
+        cf.FedAvg(server_average=2)
+    with pytest.raises(cf.ConfigError, match="average and server_average are both given"):
+        cf.AFL(server_average=0.9)
 
 
 # The warning.

@@ -45,6 +45,11 @@ class AFL(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.not_below("dual_lr", self.dual_lr, 0)
+        if self.average and self.server_average is not None:
+            raise ConfigError(
+                "average and server_average are both given, but AFL reports one average; use average = false for a "
+                "moving one."
+            )
 
     def init(self, model: Model, clients: int) -> State:
         duals = torch.full((clients,), 1 / clients, dtype=torch.float64)
@@ -74,7 +79,7 @@ class AFL(Algorithm):
         return state, Participation(replies.clients, weights, duals)
 
     def reported(self, state: State) -> Model:
-        model: Model = state["average" if self.average else "model"]
+        model: Model = state["average"] if self.average else super().reported(state)
         return model
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:

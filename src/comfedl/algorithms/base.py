@@ -32,6 +32,7 @@ HELD_OUT = {Data.VALIDATION: Data.OUTER_OF_VALIDATION, Data.TEST: Data.OUTER_OF_
 PLAIN = SGD()
 # The optimisers' places in the server's and in a client's state.
 SERVER_OPTIMIZER, OPTIMIZER = "server optimizer", "optimizer"
+AVERAGE = "server average"  # the place of the average of the server's models
 
 
 class Descent(NamedTuple):
@@ -138,6 +139,8 @@ class Algorithm(ABC):
             is plain SGD. Its step size is ``lr`` times the schedule.
         server_optimizer: the optimiser that applies the aggregated update, such as ``optim.SGD(momentum=0.9)``
             (FedAvgM) or ``optim.Yogi(lr=0.01)``; None adds it to the model.
+        server_average: report a moving average of the server's models, of which this share stays from round to round,
+            such as 0.9 (1 is the plain mean); training goes on from the last model itself. None reports the last one.
         lr_schedule: a factor of ``lr`` by round, such as ``schedule.Cosine(rounds=200)``, or any function of the round.
         clip_grad_norm: the largest norm of a local gradient; longer ones are scaled down. None is no limit.
     """
@@ -152,6 +155,7 @@ class Algorithm(ABC):
     trim: float = 0.1
     client_optimizer: SGD | Adam | AdamW | None = None
     server_optimizer: SGD | Adam | Yogi | Adagrad | None = None
+    server_average: float | None = None
     lr_schedule: schedule.Schedule | None = None
     clip_grad_norm: float | None = None
 
@@ -190,6 +194,9 @@ class Algorithm(ABC):
             optim.check_client(self.client_optimizer)
         if self.server_optimizer is not None:
             optim.check_server(self.server_optimizer)
+        if self.server_average is not None:
+            checks.not_below("server_average", self.server_average, 0)
+            checks.at_most("server_average", self.server_average, 1)
         if self.lr_schedule is not None:
             schedule.check_schedule("lr_schedule", self.lr_schedule)
         checks.one_of("aggregate", self.aggregate, RULES)
@@ -207,12 +214,13 @@ class Algorithm(ABC):
                 schedule.factor(self.lr_schedule, number)
 
     def check_state(self, before: State, after: State) -> None:
-        """Check after a round that it has used the server's optimiser."""
-        if self.server_optimizer is not None and after.get(SERVER_OPTIMIZER) is before[SERVER_OPTIMIZER]:
-            raise ConfigError(
-                f"server_optimizer is given, but {self.name}'s round does not use it; apply the update with "
-                "self.advance(state, replies, weights), or leave server_optimizer out."
-            )
+        """Check after a round that it has used the server's optimiser and average."""
+        for place, given in ((SERVER_OPTIMIZER, "server_optimizer"), (AVERAGE, "server_average")):
+            if place in before and after.get(place) is before[place]:
+                raise ConfigError(
+                    f"{given} is given, but {self.name}'s round does not use it; apply the update with "
+                    f"self.advance(state, replies, weights), or leave {given} out."
+                )
 
     def at_round(self, number: int) -> Self:
         """This method with the learning rate of a round."""
@@ -229,6 +237,24 @@ class Algorithm(ABC):
 
         ``shrink`` gives the factor to scale the aggregated update by, from that update.
         """
+        state = self._moved(state, replies, weights, shrink)
+        return state if self.server_average is None else {**state, AVERAGE: self._followed(state)}
+
+    def _followed(self, state: State) -> Tree:
+        """The average of the server's models with the new one in it: at first a plain mean, then a moving average."""
+        assert self.server_average is not None
+        rounds = state[AVERAGE]["rounds"] + 1
+        share = max(1 - self.server_average, 1 / int(rounds))
+        average = tree.map(
+            lambda old, new: torch.lerp(old, new, share) if new.is_floating_point() else new,
+            state[AVERAGE]["model"],
+            state["model"],
+        )
+        return {"model": average, "rounds": rounds}
+
+    def _moved(
+        self, state: State, replies: Replies, weights: Tensor, shrink: Callable[[Params], float] | None
+    ) -> State:
         before, averaged = state["model"], self.averaged(state["model"], replies, weights)
         if self.server_optimizer is None and shrink is None:
             return {**state, "model": averaged}
@@ -275,9 +301,11 @@ class Algorithm(ABC):
     def initial_state(self, model: Model, clients: int) -> State:
         """The server's whole state before the first round: the method's, and its optimiser's."""
         state = self.init(model, clients)
-        if self.server_optimizer is None:
-            return state
-        return {**state, SERVER_OPTIMIZER: self.server_optimizer.init_server(model["params"])}
+        if self.server_optimizer is not None:
+            state = {**state, SERVER_OPTIMIZER: self.server_optimizer.init_server(model["params"])}
+        if self.server_average is not None:
+            state = {**state, AVERAGE: {"model": model, "rounds": torch.tensor(0)}}
+        return state
 
     @abstractmethod
     def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
@@ -285,7 +313,7 @@ class Algorithm(ABC):
 
     def reported(self, state: State) -> Model:
         """The model to evaluate and return."""
-        model: Model = state["model"]
+        model: Model = (state.get(AVERAGE) or state)["model"]
         return model
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 The objective is the paper's eq. (5), as in ``ComFedL(outer=KL(gamma))``. What differs is the path to its optimum. The
 weights look ahead (``core/proximal.py``): they are those of the losses that clients will have after the step, momentum
 included. And they follow moving averages of the losses on the training batches, so that a round costs about what
-federated averaging's does.
+federated averaging's does. What is reported is a moving average of the models.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Robust(Compositional):
         memory: how much of a client's estimated loss stays from round to round; None measures all losses in every
             round, by a pass over the training data (so it is, in any case, if not all clients take part in a round).
         server_optimizer: by default momentum 0.9; None leaves it out.
+        server_average: by default 0.9, so the reported model is about the mean of the last ten rounds'.
     """
 
     gamma: float = 0.1
@@ -45,6 +46,7 @@ class Robust(Compositional):
     cap: float | None = None
     memory: float | None = 0.98
     server_optimizer: SGD | Adam | Yogi | Adagrad | None = field(default=SGD(momentum=0.9), kw_only=True)
+    server_average: float | None = field(default=0.9, kw_only=True)
 
     name: ClassVar[str] = "robust"
     paper: ClassVar[str] = "Huang and Li, eq. (5), by proximal steps with momentum"
