@@ -479,6 +479,7 @@ def test_a_client_never_seen_has_no_control_variate() -> None:
     ],
     ids=lambda method: method.name,
 )
+@pytest.mark.filterwarnings("ignore:q-FedAvg's step size")
 def test_every_method_keeps_its_optimisers_state(method: Algorithm) -> None:
     """The first round is that of a fresh state, the third is not; stacked and one by one agree."""
     fresh = replace(method, client_optimizer=cf.optim.Adam())
@@ -494,6 +495,13 @@ def test_the_two_parts_of_drfas_local_training_share_one_state() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RoundContext, "sample_by_duals", lambda self, weights: list(range(self.clients)))
         assert apart(run(cf.DRFA(0.0, client_optimizer=optimizer, **COMMON)), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("optimizer", [cf.optim.SGD(momentum=0.9), cf.optim.Adam()], ids=["momentum", "adam"])
+def test_q_fedavg_warns_of_steps_with_a_memory(optimizer: Any) -> None:
+    with pytest.warns(UserWarning, match="q-FedAvg's step size assumes plain gradient steps"):
+        run(cf.QFedAvg(0.5, client_optimizer=optimizer, **COMMON), 1)
+    run(cf.QFedAvg(0.5, client_optimizer=cf.optim.SGD(weight_decay=0.1), **COMMON), 1)
 
 
 # Methods of one's own.

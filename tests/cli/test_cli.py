@@ -572,6 +572,7 @@ def test_a_comparison_in_which_one_method_fails_names_it(here: Path, comfedl_: R
         ("algorithms", ["fedavg", "comfedl"]),
         ("datasets", ["digits", "mnist", "fashion-mnist", "cifar10", "watch"]),
         ("partitions", ["iid", "imbalanced", "dominant-class", "dirichlet", "shards", "natural", "rho", "alpha"]),
+        ("losses", ["cross_entropy", "bce", "mse", "mae", "huber", "focal", "class_weights", "label_smoothing"]),
         ("models", ["logistic", "mlp", "cnn4", "hidden", "filters", "norm"]),
     ],
 )
