@@ -6,6 +6,7 @@ and torch.optim takes the clients' steps. Every path of the embedded engine must
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -145,6 +146,37 @@ def test_a_kept_state_goes_on_in_the_clients_next_round(ours: Any, theirs: Maker
     kept = averaging(theirs, keep=True)
     close(found(path, client_optimizer=ours), kept)
     assert np.abs(kept - averaging(theirs)).max() > 1e-3, "keeping must matter"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("name", ["momentum and weight decay", "nesterov", "adam", "adamw"])
+def test_client_optimisers_of_a_cnn_in_channels_last_layout(name: str, keep: bool) -> None:
+    """Its parameters and the optimiser's state lie in memory in another order than torch's."""
+    generator = torch.Generator().manual_seed(4)
+    data = {
+        client: (torch.rand(n, 2, 8, 8, generator=generator, dtype=torch.float64), torch.arange(n) % 3)
+        for client, n in (("a", 9), ("b", 14))
+    }
+    module = cf.models.build("cnn4", (2, 8, 8), 3, seed=0, filters=4, norm="none").double()
+    ours, theirs = TORCH[name]
+    method = cf.FedAvg(client_optimizer=replace(ours, keep_state=keep), **COMMON)
+    result = cf.fit(module, cf.FederatedData(data), method, rounds=3)
+    locals_ = {client: copy.deepcopy(module) for client in data}
+    optimizers = {client: theirs(list(local.parameters()), LR) for client, local in locals_.items()}
+    expected = module.state_dict()
+    for _ in range(3):
+        for client, (x, y) in data.items():
+            locals_[client].load_state_dict(expected)
+            if not keep:
+                optimizers[client] = theirs(list(locals_[client].parameters()), LR)
+            for _ in range(STEPS):
+                optimizers[client].zero_grad()
+                nn.functional.cross_entropy(locals_[client](x), y).backward()
+                optimizers[client].step()
+        ends = [locals_[client].state_dict() for client in data]
+        expected = {key: (9 * ends[0][key] + 14 * ends[1][key]) / 23 for key in expected}
+    for key, part in expected.items():
+        torch.testing.assert_close(result.params[key], part, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -447,6 +479,7 @@ def test_a_client_never_seen_has_no_control_variate() -> None:
     ],
     ids=lambda method: method.name,
 )
+@pytest.mark.filterwarnings("ignore:q-FedAvg's step size")
 def test_every_method_keeps_its_optimisers_state(method: Algorithm) -> None:
     """The first round is that of a fresh state, the third is not; stacked and one by one agree."""
     fresh = replace(method, client_optimizer=cf.optim.Adam())
@@ -462,6 +495,13 @@ def test_the_two_parts_of_drfas_local_training_share_one_state() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RoundContext, "sample_by_duals", lambda self, weights: list(range(self.clients)))
         assert apart(run(cf.DRFA(0.0, client_optimizer=optimizer, **COMMON)), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("optimizer", [cf.optim.SGD(momentum=0.9), cf.optim.Adam()], ids=["momentum", "adam"])
+def test_q_fedavg_warns_of_steps_with_a_memory(optimizer: Any) -> None:
+    with pytest.warns(UserWarning, match="q-FedAvg's step size assumes plain gradient steps"):
+        run(cf.QFedAvg(0.5, client_optimizer=optimizer, **COMMON), 1)
+    run(cf.QFedAvg(0.5, client_optimizer=cf.optim.SGD(weight_decay=0.1), **COMMON), 1)
 
 
 # Methods of one's own.

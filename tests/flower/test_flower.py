@@ -53,8 +53,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "ditto": {"name": "ditto"},
     "delta-fl": {"name": "delta-fl"},
     "scaffold": {"name": "scaffold", "lr_schedule": {"name": "step", "every": 2, "factor": 0.5}},
-    "fedprox": {"name": "fedprox", "mu": 0.5, "server_optimizer": {"name": "adam", "lr": 0.05}},
+    "fedprox": {"name": "fedprox", "mu": 0.5},
     "kept adam": {"name": "fedavg", "lr": 0.01, "client_optimizer": {"name": "adam", "keep_state": True}},
+    "client momentum": {"name": "fedavg", "client_optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.05}},
+    "client adam": {"name": "fedavg", "lr": 0.01, "client_optimizer": {"name": "adam"}},
+    "server momentum": {"name": "fedavg", "server_optimizer": {"name": "sgd", "momentum": 0.9}},
+    "server adam": {"name": "fedavg", "server_optimizer": {"name": "adam", "lr": 0.05}},
     "momentum": {
         "name": "comfedl",
         "outer": {"name": "kl", "gamma": 0.2},

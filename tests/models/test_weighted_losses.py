@@ -14,7 +14,7 @@ from torch.nn import functional
 import comfedl as cf
 from comfedl.analysis.evaluate import evaluate
 from comfedl.config.schema import parse_config, run_config
-from comfedl.models.losses import BCE, CrossEntropy, Focal
+from comfedl.models.losses import BCE, CrossEntropy, Focal, name_of_torch_object
 
 OUTPUT = torch.randn(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LABELS = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(1))
@@ -171,3 +171,60 @@ def test_weights_for_other_classes_than_the_models() -> None:
 def test_losses_of_torch_that_return_no_mean(loss: Any) -> None:
     with pytest.raises(cf.ConfigError, match="must return the mean loss of a batch"):
         cf.fit(net(), fed(), METHOD, 1, loss=loss)
+
+
+def numbers(binary: bool) -> cf.FederatedData:
+    generator = torch.Generator().manual_seed(2)
+    x = {name: torch.randn(12, 4, generator=generator, dtype=torch.float64) for name in "abc"}
+    return cf.FederatedData({name: (part, (part.sum(dim=1) > 0) if binary else part[:, 0]) for name, part in x.items()})
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (nn.CrossEntropyLoss(), "cross_entropy"),
+        (nn.BCEWithLogitsLoss(), "bce"),
+        (nn.MSELoss(), "mse"),
+        (nn.L1Loss(), "mae"),
+        (nn.HuberLoss(), "huber"),
+    ],
+    ids=["cross_entropy", "bce", "mse", "mae", "huber"],
+)
+def test_an_object_of_torch_is_the_named_loss(loss: nn.Module, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With its metrics, and stacked."""
+    data, outputs = (fed(), 3) if name == "cross_entropy" else (numbers(name == "bce"), 1)
+
+    def run(of: Any) -> cf.Result:
+        torch.manual_seed(0)
+        return cf.fit(nn.Linear(4, outputs).double(), data, METHOD, 2, loss=of)
+
+    by_object, by_name = run(loss), run(name)
+    assert by_object.rounds == by_name.rounds
+    assert all(torch.equal(part, by_name.params[key]) for key, part in by_object.params.items())
+    assert "one after another" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(ignore_index=2),
+        nn.HuberLoss(delta=2.0),
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0)),
+        nn.NLLLoss(),
+        functional.cross_entropy,
+        nn.MSELoss,
+    ],
+    ids=["weights", "smoothing", "ignored label", "delta", "positive weight", "another", "function", "class"],
+)
+def test_an_object_with_arguments_stays_what_it_is(loss: Any) -> None:
+    assert name_of_torch_object(loss) is None
+
+
+def test_labels_that_torchs_object_ignores_are_still_ignored() -> None:
+    data = {name: (x, y.clone()) for name, (x, y) in fed().train.items()}
+    for _, y in data.values():
+        y[0] = -100
+    result = cf.fit(net(), cf.FederatedData(data), METHOD, 1, loss=nn.CrossEntropyLoss())
+    assert np.isfinite(result.rounds[-1]["train.loss.worst"])

@@ -157,30 +157,42 @@ def test_without_a_number_a_checkpoint_comes_by_the_clock(
 # Kills.
 
 
-def child(fed: cf.FederatedData, out: Path) -> int:
+def child(fed: cf.FederatedData, out: Path, method: Any = None) -> int:
     """Run in a new process, and return its id."""
     pid = os.fork()
     if pid == 0:
         code = 1
         with contextlib.suppress(BaseException), open(os.devnull, "w") as quiet:
             os.dup2(quiet.fileno(), 2)
-            run(fed, out, rounds=40, resume=True)
+            run(fed, out, method, rounds=40, resume=True)
             code = 0
         os._exit(code)
     return pid
 
 
+# By what is kept beside the model. COMFEDL_KILLS=200 kills each of them that often.
+KEEPING = {
+    "ditto": cf.Ditto(lam=0.5, lr=0.05, batch_size=4),
+    "kept adam": cf.FedAvg(lr=0.01, batch_size=4, client_optimizer=cf.optim.Adam(keep_state=True)),
+    "scaffold, cosine": cf.Scaffold(lr=0.05, batch_size=4, lr_schedule=cf.schedule.Cosine(50)),
+    "yogi": cf.FedAvg(lr=0.05, batch_size=4, server_optimizer=cf.optim.Yogi(lr=0.05)),
+    "robust": cf.Robust(lr=0.05, batch_size=4),
+}
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_run_killed_at_twenty_instants(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_run_killed_at_many_instants(three_clients: cf.FederatedData, tmp_path: Path, name: str) -> None:
     """SIGKILL at random instants, in rounds, evaluations and writes alike; then it is let through."""
+    method, wanted = KEEPING[name], int(os.environ.get("COMFEDL_KILLS", 20 if name == "ditto" else 5))
     started = time.monotonic()
-    run(three_clients, tmp_path / "whole", rounds=40)
+    run(three_clients, tmp_path / "whole", method, rounds=40)
     length = time.monotonic() - started
     chance, kills, finished, out = random.Random(5), 0, 0, tmp_path / "cut"
-    while kills < 20 or not finished:
-        pid = child(three_clients, out)
-        if kills < 20:
+    while kills < wanted or not finished:
+        pid = child(three_clients, out, method)
+        if kills < wanted:
             time.sleep(chance.uniform(0, length / 6))
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)

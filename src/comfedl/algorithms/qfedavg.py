@@ -6,6 +6,7 @@ Li, Sanjabi, Beirami, Smith: Fair Resource Allocation in Federated Learning, ICL
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,6 +47,15 @@ class QFedAvg(Algorithm):
         super().__post_init__()
         checks.not_below("q", self.q, 0)
         checks.one_of("sampling", self.sampling, SAMPLINGS)
+
+    def check(self, clients: int, participants: int) -> None:
+        if self.local_optimizer.plain_decay is None:
+            warnings.warn(
+                f"q-FedAvg's step size assumes plain gradient steps at the clients, and client_optimizer is "
+                f"{self.local_optimizer.name} with a memory, so it is a rule of thumb; use server_optimizer instead "
+                "to keep to the paper.",
+                stacklevel=3,
+            )
 
     def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
         chosen = context.sample() if self.sampling == "uniform" else context.sample_by(context.sizes)

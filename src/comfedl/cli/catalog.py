@@ -12,7 +12,10 @@ from comfedl.utils.errors import ConfigError, nearest
 
 def list_(
     what: Annotated[
-        str, typer.Argument(help="algorithms, outers, optimizers, schedules, metrics, datasets, partitions or models")
+        str,
+        typer.Argument(
+            help="algorithms, outers, optimizers, schedules, losses, metrics, datasets, partitions or models"
+        ),
     ],
 ) -> None:
     """List the names that a config can use."""
@@ -26,6 +29,7 @@ def list_(
         "outers": tables.outers,
         "optimizers": tables.optimizers,
         "schedules": tables.schedules,
+        "losses": tables.losses,
         "metrics": tables.metrics,
     }
     if what not in lists:

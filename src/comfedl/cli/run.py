@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +61,14 @@ def run(
     settings = parsed.resolved()
     callbacks = [make_tracker(kind, folder, settings, folder.name, resume) for kind in track or ()]
     callbacks.insert(0, make_progress(log, parsed.rounds, folder.name))
-    result = run_config(parsed, folder, force, resume, callbacks=callbacks, fed=parsed.make_data(progress=True))
+    try:
+        result = run_config(parsed, folder, force, resume, callbacks=callbacks, fed=parsed.make_data(progress=True))
+    except KeyboardInterrupt as stopped:
+        if not str(stopped):  # before a round was complete, or by a second signal
+            raise
+        what = f"interrupted: {stopped} of {parsed.rounds}; the model can be used as it is, and --resume goes on"
+        typer.echo(what, err=True)
+        sys.exit(130)
     if log != "json":
         print_table(show_summary(result.summary(), parsed.algorithm.name))
         if result.stopped is not None:

@@ -23,7 +23,7 @@ from comfedl.core.schedule import SCHEDULES
 from comfedl.data.federated import FederatedData
 from comfedl.data.partition import PARTITIONS
 from comfedl.data.registry import SOURCES, is_cached
-from comfedl.models.losses import TASKS
+from comfedl.models.losses import LOSSES, OWN_LOSSES, TASKS
 from comfedl.models.metrics import METRICS, names_for
 from comfedl.models.zoo import MODELS
 from comfedl.training.result import Result
@@ -68,14 +68,26 @@ def schedules() -> Table:
     return table
 
 
+def losses() -> Table:
+    """The losses, and what each is for."""
+    table = _table("Losses", "name", "description", "arguments", "for")
+    for name in dict.fromkeys([*LOSSES, *OWN_LOSSES]):
+        kind = OWN_LOSSES.get(name)
+        arguments = "" if kind is None else ", ".join(map(str, inspect.signature(kind).parameters.values()))
+        summary = _summary(LOSSES[name][0] if kind is None else kind)
+        table.add_row(name, summary, escape(arguments.replace("'", "")), TASKS[name if kind is None else kind.like])
+    table.caption = 'As a table: loss = { name = "focal", gamma = 2.0 }; of your own: loss = "module:function".'
+    return table
+
+
 def metrics() -> Table:
     """The metrics, and the losses that each goes with."""
     table = _table("Metrics", "name", "description", "better", "for the losses")
     for name, metric in METRICS.items():
         losses = [loss for loss, task in TASKS.items() if name in names_for(task)]
         if losses:
-            summary = (inspect.getdoc(metric.function) or "").splitlines()[0]
-            table.add_row(name, summary, "small" if metric.smaller_is_better else "large", ", ".join(losses))
+            better = "small" if metric.smaller_is_better else "large"
+            table.add_row(name, _summary(metric.function), better, ", ".join(losses))
     table.caption = 'Of your own: metrics = ["module:function"], from (output, y) of a client to a number.'
     return table
 
@@ -96,13 +108,17 @@ def datasets() -> Table:
     return table
 
 
+def _summary(of: object) -> str:
+    """The first line of a docstring."""
+    return (inspect.getdoc(of) or "").splitlines()[0]
+
+
 def _registry_table(title: str, registry: Mapping[str, Callable[..., object]], skip: int = 0) -> Table:
     """Name, first line of the docstring, and arguments after the first ``skip``."""
     table = _table(title, "name", "description", "arguments")
     for name, entry in registry.items():
         arguments = [str(parameter) for parameter in list(inspect.signature(entry).parameters.values())[skip:]]
-        description = (entry.__doc__ or "").strip().splitlines()[0]
-        table.add_row(name, description, ", ".join(arguments).replace("'", ""))
+        table.add_row(name, _summary(entry), ", ".join(arguments).replace("'", ""))
     return table
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from comfedl.models.metrics import (
@@ -99,6 +99,27 @@ MAPPED: frozenset[MetricFunction] = frozenset(
     }
 )
 """Torch losses that are safe under torch.func.vmap: none branches on a value."""
+
+
+TORCH_OBJECTS: dict[type[nn.Module], str] = {
+    nn.CrossEntropyLoss: "cross_entropy",
+    nn.BCEWithLogitsLoss: "bce",
+    nn.MSELoss: "mse",
+    nn.L1Loss: "mae",
+    nn.HuberLoss: "huber",
+}
+"""torch's loss objects that are a named loss if their arguments are the defaults."""
+
+
+def name_of_torch_object(loss: object) -> str | None:
+    """The name of the loss that one of torch's objects with default arguments is; None for anything else."""
+    name = TORCH_OBJECTS.get(type(loss))  # type: ignore[arg-type]
+    return name if name is not None and _settings(loss) == _settings(type(loss)()) else None
+
+
+def _settings(loss: Any) -> dict[str, Any]:
+    """Arguments, weights (None by default) and hooks; everything but whether the module is in training mode."""
+    return {key: value for key, value in vars(loss).items() if key != "training"}
 
 
 class Loss(ABC):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from comfedl.algorithms.base import Algorithm
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.data.federated import FederatedData
-from comfedl.models.losses import LOSSES, TASKS, Loss, LossFunction, per_sample_form
+from comfedl.models.losses import LOSSES, TASKS, Loss, LossFunction, name_of_torch_object, per_sample_form
 from comfedl.models.metrics import (
     BINARY,
     CLASSIFICATION,
@@ -94,7 +94,10 @@ def make_learner(
 
 
 def add_metrics(learner: Learner, model: Model, data: FederatedData, metrics: RequestedMetrics) -> None:
-    """With a user's loss: add the metrics of its task, which the labels and the model's outputs show, and others."""
+    """With a user's loss: add the metrics of its task, which the labels and the model's outputs show, and others.
+
+    An object of torch's such as ``nn.MSELoss()`` becomes the named loss that it is, if that takes these data.
+    """
     if learner.module is None or per_sample_form(learner.loss_function) is not None:
         return
     x, y = data.train.x[:2], data.train.y[:2]
@@ -104,6 +107,11 @@ def add_metrics(learner: Learner, model: Model, data: FederatedData, metrics: Re
     except (RuntimeError, ValueError, TypeError, IndexError):
         return  # check_fit says what is wrong
     task = _task(output, y, data)
+    name = name_of_torch_object(learner.loss_function)
+    if name is not None and _takes(name, task, data):
+        learner.loss_function, scores = LOSSES[name]
+        learner.metrics = {**scores, **requested_metrics(metrics, TASKS[name])}
+        return
     if task is None:
         if metrics and any(
             isinstance(metric, str) for metric in (metrics.values() if isinstance(metrics, Mapping) else metrics)
@@ -116,6 +124,14 @@ def add_metrics(learner: Learner, model: Model, data: FederatedData, metrics: Re
         return
     loss = next(name for name, its_task in TASKS.items() if its_task == task)
     learner.metrics = {**LOSSES[loss][1], **requested_metrics(metrics, task)}
+
+
+def _takes(name: str, task: str | None, data: FederatedData) -> bool:
+    """Whether a named loss takes such data; torch's cross-entropy also takes labels below 0, and may ignore them."""
+    splits = (data.split(split) for split in ("train", "validation", "test", "outer"))
+    return task == TASKS[name] and (
+        task != CLASSIFICATION or all(split is None or bool((split.y >= 0).all()) for split in splits)
+    )
 
 
 def _task(output: object, y: Tensor, data: FederatedData) -> str | None:
