@@ -1,4 +1,4 @@
-"""What client and server optimisers cost: FedAvg's round with each of them against plain SGD, in one process, in turns.
+"""What optimisers and robust weights cost: rounds with each of them against plain FedAvg's, in one process, in turns.
 
     OMP_NUM_THREADS=1 python -m benchmarks.optimizers [W1 W2] [--repeats 9]
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -37,16 +38,22 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 
 def variants(work: Work) -> dict[str, Algorithm]:
-    """The workload's method with each optimiser, and the two methods that correct local steps."""
+    """The workload's method with each optimiser, the two methods that correct local steps, and the robust ones."""
     plain = method(work)
     common = {"lr": plain.lr, "local_steps": plain.local_steps, "batch_size": plain.batch_size}
     found: dict[str, Algorithm] = {name: replace(plain, **changes) for name, changes in VARIANTS.items()}  # type: ignore[arg-type]
-    return found | {"fedprox": cf.FedProx(**common), "scaffold": cf.Scaffold(**common)}  # type: ignore[arg-type]
+    return found | {
+        "fedprox": cf.FedProx(**common),  # type: ignore[arg-type]
+        "scaffold": cf.Scaffold(**common),  # type: ignore[arg-type]
+        "robust": cf.Robust(**common),  # type: ignore[arg-type]
+        "kl": cf.ComFedL(outer=cf.KL(0.1), **common),  # type: ignore[arg-type]
+    }
 
 
-def medians(work: Work, repeats: int) -> dict[str, float]:
+def medians(work: Work, repeats: int, only: Sequence[str] = ()) -> dict[str, float]:
     """CPU milliseconds per round of each variant, measured in turns."""
-    rounds = {name: ours(work, "auto", algorithm) for name, algorithm in variants(work).items()}
+    chosen = {name: each for name, each in variants(work).items() if not only or name in ("plain", *only)}
+    rounds = {name: ours(work, "auto", algorithm) for name, algorithm in chosen.items()}
     turns = 1 + int(TURN / max(seconds(rounds["plain"], 3), 1e-6))
     for each in rounds.values():
         each()  # a warm-up
@@ -60,6 +67,7 @@ def medians(work: Work, repeats: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time rounds with optimisers against plain SGD.")
     parser.add_argument("works", nargs="*", default=["W1", "W2"], metavar="W", help=", ".join(WORKS))
+    parser.add_argument("--only", nargs="+", default=[], metavar="VARIANT", help="some of the variants; default all")
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     for name in arguments.works:
@@ -67,7 +75,7 @@ def main() -> None:
             parser.error(f"{name!r} is not a workload; choose from {', '.join(map(repr, WORKS))}.")
     torch.set_num_threads(1)
     for name in arguments.works:
-        ms = medians(WORKS[name], arguments.repeats)
+        ms = medians(WORKS[name], arguments.repeats, arguments.only)
         for variant, spent in ms.items():
             print(f"{name:9}{variant:24}{spent:10.3f} ms{spent / ms['plain']:8.2f}")
 

@@ -39,7 +39,7 @@ def ours(work: Work, vectorize: str, algorithm: Algorithm | None = None) -> Call
 
     def round() -> None:
         nonlocal server
-        context = RoundContext(next(numbers), 0, work.clients, engine)
+        context = RoundContext(next(numbers), 0, work.clients, engine, recorded=False)
         server, _ = algorithm.at_round(context.number).round(server, context)
         engine.commit_round()
 

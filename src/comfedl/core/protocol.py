@@ -171,8 +171,10 @@ class Replies(ABC):
 
         A float64 matrix on the CPU. All parts are in memory at once.
         """
-        rows = torch.stack([flat(reduce(getitem, path[1:], reply)) for reply in self.each(path[0])])
-        return gram_of(rows, origin, other)
+        start = flat(origin)
+        updates = [flat(reduce(getitem, path[1:], reply)) - start for reply in self.each(path[0])]
+        rows = torch.stack([*updates, flat(other)])
+        return (rows @ rows.T).double().cpu()
 
     def scores(self, name: str) -> list[Scores]:
         """This part of every reply, a dict of numbers, as one table per set of names."""
@@ -257,13 +259,3 @@ class Engine(ABC):
 def flat(params: Tree) -> Tensor:
     """All parameters as one vector."""
     return torch.cat([leaf.reshape(-1) for leaf in tree.leaves(params)])
-
-
-def gram_of(rows: Tensor, origin: Tree, other: Tree) -> Tensor:
-    """The inner products of the rows less ``origin``, and of ``other`` as a last row; ``rows`` is overwritten."""
-    updates, last = rows.sub_(flat(origin)), flat(other)
-    found = torch.empty(len(rows) + 1, len(rows) + 1, dtype=torch.float64)
-    found[:-1, :-1] = updates @ updates.T
-    found[-1, :-1] = found[:-1, -1] = updates @ last
-    found[-1, -1] = last @ last
-    return found

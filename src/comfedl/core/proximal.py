@@ -42,26 +42,27 @@ def proximal_weights(g: Coupled, losses: FloatArray, gram: FloatArray) -> FloatA
     steepness = c * float(np.abs(gram.diagonal()).max(initial=0.0))
     stages = max(0, math.ceil(math.log(steepness / MILD, 4))) if steepness > MILD else 0
     milder = [KL(4**k / c, cap=cap) for k in range(stages, 0, -1)]
-    a = _weights(milder[0] if milder else g, losses)
+    r = _value_and_weights(milder[0] if milder else g, losses)[1]
     for problem in (*milder, g):
-        a = _solve(problem, losses, gram, a)
-    return _dual(g, losses, gram, a)[1]
+        r = _solve(problem, losses, gram, r)
+    return r
 
 
 def _solve(g: Coupled, losses: FloatArray, gram: FloatArray, a: FloatArray) -> FloatArray:
-    """The dual's solution, by Newton's method from a."""
+    """The weights at the dual's solution, by Newton's method from a."""
     c, cap = g.curvature, getattr(g, "cap", None)
     assert c is not None
     most = np.inf if cap is None else cap / len(losses) * (1 - 1e-9)
-    identity = np.eye(len(losses))
     value, r = _dual(g, losses, gram, a)
     for _ in range(ITERATIONS):
         gap = r - a
         if float(np.abs(gap).max()) < TOLERANCE:
             break
-        own = np.where(r < most, r, 0.0)  # a client at its cap does not respond
-        response = c * (np.diag(own) - np.outer(own, own) / (own.sum() or 1.0))
-        direction = np.linalg.solve(identity + response @ gram, gap)
+        own = r if cap is None else np.where(r < most, r, 0.0)  # a client at its cap does not respond
+        # The identity plus (c (diag(own) - own own^T / sum(own))) gram.
+        matrix = c * own[:, None] * (gram - (own @ gram) / (own.sum() or 1.0))
+        matrix.flat[:: len(r) + 1] += 1
+        direction = np.linalg.solve(matrix, gap)
         slope, size = -float(gap @ gram @ direction), 1.0
         while True:
             after = a + size * direction
@@ -72,7 +73,7 @@ def _solve(g: Coupled, losses: FloatArray, gram: FloatArray, a: FloatArray) -> F
         a, value, r = after, value_after, r_after
         if size < 1e-6 or size * float(np.abs(direction).max()) < TOLERANCE:
             break
-    return a
+    return r
 
 
 def proximal_length(g: Coupled, losses: FloatArray, products: FloatArray, square: float) -> float:
@@ -85,7 +86,7 @@ def proximal_length(g: Coupled, losses: FloatArray, products: FloatArray, square
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        slope = middle * square - float(_weights(g, losses - middle * products) @ products)
+        slope = middle * square - float(_value_and_weights(g, losses - middle * products)[1] @ products)
         low, high = (middle, high) if slope < 0 else (low, middle)
     return (low + high) / 2
 
@@ -93,23 +94,17 @@ def proximal_length(g: Coupled, losses: FloatArray, products: FloatArray, square
 def _dual(g: Coupled, losses: FloatArray, gram: FloatArray, a: FloatArray) -> tuple[float, FloatArray]:
     """The dual's value at a, and the weights there."""
     moved = gram @ a
-    return _value(g, losses - moved) + float(a @ moved) / 2, _weights(g, losses - moved)
+    value, weights = _value_and_weights(g, losses - moved)
+    return value + float(a @ moved) / 2, weights
 
 
-def _value(g: Coupled, values: FloatArray) -> float:
+def _value_and_weights(g: Coupled, values: FloatArray) -> tuple[float, FloatArray]:
+    """The objective and its weights; in NumPy, which is faster for few clients, where they are a softmax."""
     if getattr(g, "cap", None) is not None:
-        return float(g.objective(torch.from_numpy(values)))
+        found = torch.from_numpy(values)
+        return float(g.objective(found)), g.weights(found).numpy()
     assert g.curvature
     most = float(values.max())
-    return most + float(np.log(np.exp(g.curvature * (values - most)).mean())) / g.curvature
-
-
-def _weights(g: Coupled, values: FloatArray) -> FloatArray:
-    """The outer's weights; in NumPy, which is faster for few clients, where they are a softmax."""
-    if getattr(g, "cap", None) is not None:
-        capped: FloatArray = g.weights(torch.from_numpy(values)).numpy()
-        return capped
-    assert g.curvature
-    shares = np.exp(g.curvature * (values - values.max()))
-    found: FloatArray = shares / shares.sum()
-    return found
+    shares = np.exp(g.curvature * (values - most))
+    total = float(shares.sum())
+    return most + math.log(total / len(values)) / g.curvature, shares / total

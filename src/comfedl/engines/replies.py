@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from comfedl.core.client_statistics import undefinable
-from comfedl.core.protocol import Replies, Scores, flat, gram_of
+from comfedl.core.protocol import Replies, Scores, flat
 from comfedl.utils import tree
 from comfedl.utils.tree import Tree
 
@@ -152,9 +152,20 @@ class StackedReplies(Replies):
         return torch.cat([each.sum(dim=0).double().cpu() for each in found])[self._rows] - start
 
     def gram(self, path: Sequence[str], origin: Tree, other: Tree) -> Tensor:
-        parts = [torch.cat([leaf.reshape(len(leaf), -1) for leaf in _at(stack, path)], 1) for stack in self._parts]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return gram_of(rows if self._in_order else rows[self._rows], origin, other)
+        last = flat(other)
+        rows = torch.empty(sum(self._lengths) + 1, len(last), dtype=last.dtype, device=last.device)
+        at = 0
+        for part, length in zip(self._parts, self._lengths, strict=True):
+            places = rows[at : at + length].split([leaf.numel() for leaf in tree.leaves(origin)], dim=1)
+            for leaf, start, place in zip(_at(part, path), tree.leaves(origin), places, strict=True):
+                torch.sub(leaf.reshape(length, -1), start.reshape(1, -1), out=place)
+            at += length
+        rows[-1] = last
+        found = (rows @ rows.T).double().cpu()
+        if self._in_order:
+            return found
+        order = torch.cat([self._rows, self._rows.new_tensor([at])])
+        return found[order][:, order]
 
     def each(self, name: str) -> Iterator[Tree]:
         rows = [row for part in self._parts for row in unstack_tree(part.reply[name], len(part.clients))]
