@@ -197,19 +197,19 @@ def test_the_demo(here: Path) -> None:
     assert done.code == 0, done.err
     assert time.monotonic() - started < 60
     assert "Traceback" not in done.err
-    words = ("average client", "worst client", "FedAvg", "ComFedL", "Written to comfedl-demo")
+    words = ("average client", "worst client", *demo.METHODS, "Written to comfedl-demo")
     assert [word for word in words if word not in done.out] == []
     accuracies = {}
-    for name in ("fedavg", "comfedl"):
+    for name in demo.FOLDERS.values():
         folder = here / "comfedl-demo" / name
         assert {path.name for path in folder.iterdir()} == OWN
         accuracies[name] = json.loads((folder / "summary.json").read_text())["validation"]["accuracy"]
         for key in ("mean", "worst"):
             assert f"{accuracies[name][key]:.3f}" in done.out
-    assert accuracies["comfedl"]["worst"] > accuracies["fedavg"]["worst"]
+    assert accuracies["robust"]["worst"] > accuracies["uniform"]["worst"] > accuracies["fedavg"]["worst"]
     assert "Report: comfedl-demo/report.html" in done.out.replace(os.sep, "/")
     page = (here / "comfedl-demo" / "report.html").read_text(encoding="utf-8")
-    assert "Validation accuracy of the worst client: " in page and demo.PICKED in page
+    assert "Validation accuracy of the worst client: " in page
 
 
 # The demo again, with fewer rounds.
@@ -225,8 +225,22 @@ def test_the_demo_twice(here: Path, comfedl_: Run) -> None:
     for _ in range(2):
         done = comfedl_("demo")
         assert done.code == 0 and "Written to comfedl-demo" in done.out
-    assert {path.name for path in (here / "comfedl-demo").iterdir()} == {"fedavg", "comfedl", "report.html"}
-    assert {path.name for path in (here / "comfedl-demo" / "comfedl").iterdir()} == OWN
+    assert {path.name for path in (here / "comfedl-demo").iterdir()} == {*demo.FOLDERS.values(), "report.html"}
+    assert {path.name for path in (here / "comfedl-demo" / "robust").iterdir()} == OWN
+
+
+def test_the_demo_with_another_seed(here: Path) -> None:
+    """Other sites; the methods differ in nothing but their weights, and a run can be repeated from its config."""
+    assert process("demo", "--seed", "7", "--out", "seven", cwd=here).code == 0
+    first, second = (
+        tomllib.loads((here / "seven" / name / "config.toml").read_text()) for name in ("uniform", "robust")
+    )
+    assert first["seed"] == second["seed"] == 7
+    for key in ("lr", "local_steps", "batch_size", "server_optimizer", "server_average"):
+        assert first["algorithm"][key] == second["algorithm"][key]
+    assert process("run", "seven/robust/config.toml", "--out", "again", cwd=here).code == 0
+    again, before = (here / name / "model.safetensors" for name in ("again", "seven/robust"))
+    assert again.read_bytes() == before.read_bytes()
 
 
 @pytest.mark.usefixtures("short_demo")

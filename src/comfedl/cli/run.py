@@ -16,13 +16,14 @@ from comfedl.utils.errors import ConfigError
 
 def demo(
     out: Annotated[Path | None, typer.Option(help="Where to write the runs (default: comfedl-demo).")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Draws the sites and their digits.")] = 0,
     force: Force = False,
 ) -> None:
-    """Train FedAvg and ComFedL on ten unequal clients and compare the worst client; takes under a minute."""
+    """Train FedAvg, equal weights and Robust on five sites and compare the worst site; takes a few seconds."""
     from comfedl.cli.demo import run_demo
 
     # The default folder is always replaced; a folder that the user names only with --force.
-    run_demo(out or Path("comfedl-demo"), force=force or out is None)
+    run_demo(out or Path("comfedl-demo"), force or out is None, seed)
 
 
 def run(
