@@ -20,7 +20,7 @@ from comfedl.algorithms.base import State
 from comfedl.algorithms.comfedl import known_weights
 from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.cli import demo
-from comfedl.config.schema import parse_config, run_config
+from comfedl.config.schema import run_config
 from comfedl.core import client_vector
 from comfedl.core.outer_functions import Coupled
 

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.optimum [--seeds 5] [--triples 5]
 
-300 rounds of five steps of batch 50, gamma 0.1, all training images. AFL's benchmark (t-shirt, pullover, shirt), other
-triples of classes, of which the first is the hardest by eye (pullover, coat, shirt) and the others are drawn, and all ten
+300 rounds of five steps of batch 50, gamma 0.1, all training images. AFL's benchmark (t-shirt, pullover, shirt); other
+triples, of which the first is the hardest by eye (pullover, coat, shirt) and the others are drawn; and all ten
 classes. The optimum of eq. (5), and that of equal weights, are computed centrally (``quality/optimum.py``). Every line
 has the worst client's test accuracy.
 """
