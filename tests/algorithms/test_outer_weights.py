@@ -249,8 +249,8 @@ def test_the_same_offset_for_all_changes_no_weight(kind: int) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.floats(0, 5), min_size=1, max_size=6),
-    st.floats(-10, 10),
+    st.lists(st.integers(0, 500).map(lambda k: k / 100), min_size=1, max_size=6),
+    st.integers(-1000, 1000).map(lambda k: k / 100),
     st.sampled_from([cf.KL(0.3), cf.KL(0.3, cap=1.5), cf.KL(effective_clients=1.5)]),
 )
 def test_a_common_shift_moves_the_objective_alone(losses: list[float], shift: float, outer: Coupled) -> None:
@@ -551,6 +551,11 @@ def test_very_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(trained(method, 6, clients_per_round=2), expected)
     state = method.init({"params": dict(linear().state_dict()), "buffers": {}}, 4)
     assert {name for name, _ in tree.named_leaves(state["baselines"])} >= {"all", "clients"}
+
+
+def test_methods_with_offsets_can_be_hashed_and_compared() -> None:
+    one, other = (cf.Robust(offset=cf.offset.Excess({"a": value})) for value in (0.1, 0.2))
+    assert one != other and len({one, other, cf.Robust(offset=cf.offset.Excess({"a": 0.1}))}) == 2
 
 
 # Bad values.

@@ -175,7 +175,7 @@ class Compositional(Algorithm):
     ) -> Tensor | None:
         """What is added to these clients' losses, NaN where it is not known yet; None if there is no offset."""
         if self.estimates is not None:
-            return -client_vector.to_tensor(state[BASELINES])[list(clients)]
+            return -client_vector.to_tensor(state[BASELINES])[torch.as_tensor(clients, dtype=torch.int64)]
         offset = self.g.offset if isinstance(self.g, KL) else None
         return None if offset is None else offset.of(clients, names, sizes)
 

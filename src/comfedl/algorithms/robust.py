@@ -38,7 +38,8 @@ class Robust(Compositional):
         cap: the largest weight of a client, as a multiple of uniform; None is no limit.
         memory: how much of a client's estimated loss stays from round to round; None measures all losses in every
             round, by a pass over the training data (so it is, in any case, if not all clients take part in a round).
-        on: "train", or "outer" for weights that follow the losses on outer data, measured in every round (see ``KL``).
+        on: "train", or "outer" for weights that follow the losses on outer data, measured in every round (see ``KL``);
+            how the next step changes them is still predicted from the updates, and so from train data.
         offset: added to the losses before the weights are computed, such as ``offset.Excess()`` (see ``KL``).
         server_optimizer: by default momentum 0.9; None leaves it out.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -77,7 +77,7 @@ class Excess(Offset):
 
     name: ClassVar[str] = "excess"
 
-    baseline: Mapping[str, float] | None = None
+    baseline: Mapping[str, float] | None = field(default=None, hash=False)
     steps: int = 50
     lr: float | None = None
 
