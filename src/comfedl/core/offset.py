@@ -72,7 +72,8 @@ class Excess(Offset):
     ``baseline`` gives every client's b_i by its name. Without it each client estimates its own when it first takes
     part: it trains the model that it received on its own data for ``steps`` further steps, with the method's batch size
     and learning rate (or ``lr``), measures the loss as the method does for its weights, and sends this number, once.
-    The model goes down to it once more for that. The estimates stay on the server, and in its checkpoints.
+    The model goes down to it once more for that. The estimates stay on the server, and in its checkpoints. With too few
+    steps b_i is too high for clients that could still learn, and one with a hard task keeps more weight than it should.
     """
 
     name: ClassVar[str] = "excess"
