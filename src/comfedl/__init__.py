@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
     from comfedl.algorithms.term import TERM as TERM
     from comfedl.algorithms.trmaml import TRMAML as TRMAML
     from comfedl.analysis.load_run import load_run as load_run
-    from comfedl.core import optim as optim, schedule as schedule
+    from comfedl.core import offset as offset, optim as optim, schedule as schedule
     from comfedl.core.objectives import Adapt as Adapt, Composition as Composition
     from comfedl.core.outer_functions import (
         KL as KL,
@@ -98,6 +98,7 @@ _HOMES = {
     "load_run": "comfedl.analysis.load_run",
     "losses": "comfedl.models",
     "models": "comfedl.models",
+    "offset": "comfedl.core",
     "optim": "comfedl.core",
     "partition": "comfedl.data",
     "schedule": "comfedl.core",

@@ -30,6 +30,7 @@ TABLE: list[tuple[Algorithm, Count]] = [
     (cf.ComFedL(outer=cf.KL(0.5), **COMMON), lambda m: (m * d, m * (d + 1), 0)),
     (cf.ComFedL(outer=cf.KL(0.5), step="safe", **COMMON), lambda m: (m * d, m * (d + 1), 0)),
     (cf.Robust(**COMMON), lambda m: (m * d, m * (d + 1), 0)),
+    (cf.Robust(offset=cf.offset.Generalisation(1.0), **COMMON), lambda m: (m * d, m * (d + 1), 0)),
     (cf.ComFedL(outer=cf.KL(0.5, cap=1.5), **COMMON), lambda m: (m * d, m * (d + 1), 0)),
     (cf.ComFedL(outer=cf.CVaR(0.5), **COMMON), lambda m: (m * d, m * (d + 1), 0)),
     (cf.ComFedL(outer=cf.ChiSquare(0.5), **COMMON), lambda m: (m * d, m * (d + 1), 0)),
@@ -71,6 +72,13 @@ def test_the_table(method: Algorithm, count: Count, m: int, dtype: torch.dtype, 
 def test_afl_hears_from_all_clients() -> None:
     result = run(cf.AFL(**COMMON), ROUNDS)
     assert result.traffic == {"down_bytes": 8 * ROUNDS * N * d, "up_bytes": 8 * ROUNDS * N * (d + 1)}
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_an_estimated_baseline_is_one_number_a_client_once(rounds: int) -> None:
+    """And the model once more, for the client to go on from."""
+    result = run(cf.Robust(offset=cf.offset.Excess(steps=3), **COMMON), rounds)
+    assert result.traffic == {"down_bytes": 8 * (rounds + 1) * N * d, "up_bytes": 8 * N * (rounds * (d + 1) + 1)}
 
 
 @pytest.mark.parametrize("level", [0.0, 0.5, 0.9])

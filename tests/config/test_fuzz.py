@@ -16,6 +16,7 @@ import comfedl as cf
 from comfedl.algorithms import ALGORITHMS
 from comfedl.config.build import from_table
 from comfedl.config.schema import parse_config, run_config
+from comfedl.core.offset import OFFSETS
 from comfedl.core.outer_functions import OUTERS
 from comfedl.core.simplex import capped_weights, chi_square_weights, log_mean_exp, softmax_weights, top_weights
 
@@ -32,6 +33,12 @@ outers = st.one_of(
     st.builds(lambda rho: {"name": "chi-square", "rho": rho}, st.floats(0, 10)),
     st.builds(lambda q: {"name": "power", "q": q}, st.floats(0, 5)),
 )
+offsets = st.one_of(
+    st.builds(lambda c: {"name": "generalisation", "c": c}, st.floats(0, 10)),
+    st.builds(lambda steps: {"name": "excess", "steps": steps}, st.integers(1, 4)),
+    st.just({"name": "excess", "baseline": {"0": 0.1, "1": 0.2}}),
+)
+measures = st.fixed_dictionaries({}, optional={"on": st.sampled_from(["train", "outer"]), "offset": offsets})
 partitions = st.one_of(
     st.builds(lambda n: {"partition": "iid", "clients": n}, st.integers(1, 12)),
     st.builds(lambda n, a: {"partition": "dirichlet", "clients": n, "alpha": a}, st.integers(1, 12), positive),
@@ -62,8 +69,12 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     }
     if draw(st.booleans()):
         algorithm["clip_update_norm"] = draw(positive)
+    if name == "robust":
+        algorithm |= draw(measures)
     if name == "comfedl":
         algorithm["outer"] = draw(outers)
+        if algorithm["outer"]["name"] == "kl":
+            algorithm["outer"] |= draw(measures)
         if draw(st.booleans()):
             order = draw(st.sampled_from(["exact", "first", "hessian-free"]))
             algorithm["inner"] = {"lr": draw(st.floats(0, 0.5)), "steps": draw(st.integers(1, 2)), "order": order}
@@ -71,6 +82,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "rounds": draw(st.integers(1, 2)),
         "seed": draw(st.integers(0, 2**63 - 1)),
+        "outer_share": draw(st.floats(0.01, 0.99)),
         "data": {"name": "digits", "validation": draw(st.floats(0, 0.5)), "test": 0.0, **draw(partitions)},
         "model": {"name": draw(st.sampled_from(["logistic", "mlp"]))},
         "algorithm": algorithm,
@@ -159,7 +171,9 @@ def test_weights_of_any_losses_are_weights(values: list[float], gamma: float, ca
         st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.floats() | st.text(), max_size=4
     )
 )
-@pytest.mark.parametrize("kind", [*ALGORITHMS.values(), *OUTERS.values()], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [*ALGORITHMS.values(), *OUTERS.values(), *OFFSETS.values()], ids=lambda kind: kind.__name__
+)
 def test_nonsense_is_refused_in_words(kind: type, table: dict[str, Any]) -> None:
     try:
         from_table(kind, table, "table")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import comfedl as cf
+from comfedl.algorithms.base import Algorithm
 from comfedl.config.schema import Config, parse_config, read_config, run_config
 from comfedl.data.registry import SOURCES, RawData, Source
 from comfedl.utils.toml import to_toml
@@ -498,7 +499,7 @@ def test_the_resolved_config_says_every_hyper_parameter() -> None:
     assert {"name", "partition", "clients", "samples", "validation", "test"} <= set(resolved["data"])
     assert {"name", "lr", "local_steps", "batch_size", "inner", "outer"} <= set(resolved["algorithm"])
     assert {"name", "lr", "steps", "order"} <= set(resolved["algorithm"]["inner"])
-    assert resolved["algorithm"]["outer"] == {"name": "kl", "gamma": 1.0}
+    assert resolved["algorithm"]["outer"] == {"name": "kl", "gamma": 1.0, "on": "train"}
 
 
 @pytest.mark.parametrize(
@@ -513,6 +514,60 @@ def test_the_resolved_config_says_the_defaults_too(name: str, table: str, values
     """A default that changes in a later version must not change what an old run's config.toml says."""
     written = tomllib.loads(to_toml(parse_config(CONFIGS[name]).resolved()))[table]
     assert {key: written.get(key) for key in values} == values
+
+
+# Weights from outer data, and offsets.
+
+
+@pytest.mark.parametrize(
+    ("table", "method"),
+    [
+        (
+            'name = "comfedl", outer = { name = "kl", gamma = 0.2, on = "outer" }',
+            cf.ComFedL(outer=cf.KL(0.2, on="outer")),
+        ),
+        ('name = "robust", on = "outer"', cf.Robust(on="outer")),
+        (
+            'name = "robust", offset = { name = "generalisation", c = 1.0 }',
+            cf.Robust(offset=cf.offset.Generalisation(1.0)),
+        ),
+        ('name = "robust", offset = { name = "excess", steps = 50 }', cf.Robust(offset=cf.offset.Excess())),
+        (
+            'name = "comfedl", outer = { name = "kl", gamma = 1, offset = { name = "excess", lr = 0.5 } }',
+            cf.ComFedL(outer=cf.KL(1.0, offset=cf.offset.Excess(lr=0.5))),
+        ),
+        (
+            'name = "robust", offset = { name = "excess", baseline = { a = 0.3, "b. c" = 1 } }',
+            cf.Robust(offset=cf.offset.Excess({"a": 0.3, "b. c": 1.0})),
+        ),
+    ],
+)
+def test_offsets_and_outer_weights_in_a_config(table: str, method: Algorithm) -> None:
+    config = small(f"algorithm={{{table}}}", "outer_share=0.3")
+    assert config.make_algorithm() == method
+    written = to_toml(config.resolved())
+    again = parse_config(tomllib.loads(written))
+    assert again.make_algorithm() == method and again.resolved() == config.resolved()
+    assert ("outer_share = 0.3" in written) == method.weighs_on_outer
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["outer_share=1"], ["outer_share is 1.0", "above 0 and below 1"]),
+        (["outer_share=nan"], ["outer_share is nan", "above 0 and below 1"]),
+        (['algorithm={name="robust", on="test"}'], ["on is 'test'", "outer, train"]),
+        (['algorithm={name="robust", offset="excess"}'], ["algorithm.offset", "must be a table with a name"]),
+        (['algorithm={name="robust", offset={name="exces"}}'], ["algorithm.offset.name", "did you mean 'excess'"]),
+        (['algorithm={name="robust", offset={name="generalisation"}}'], ["algorithm.offset.c is missing"]),
+        (['algorithm={name="robust", offset={name="excess", baseline=3}}'], ["algorithm.offset.baseline is 3"]),
+        (['algorithm={name="comfedl", on="outer"}'], ["algorithm.on", "did you mean 'algorithm.outer.on'"]),
+    ],
+)
+def test_bad_offsets_and_outer_weights(changes: list[str], words: list[str]) -> None:
+    with pytest.raises(cf.ConfigError) as error:
+        small(*changes)
+    assert all(word in str(error.value) for word in words), str(error.value)
 
 
 # The user's code.

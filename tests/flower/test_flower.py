@@ -59,6 +59,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "client adam": {"name": "fedavg", "lr": 0.01, "client_optimizer": {"name": "adam"}},
     "server momentum": {"name": "fedavg", "server_optimizer": {"name": "sgd", "momentum": 0.9}},
     "server adam": {"name": "fedavg", "server_optimizer": {"name": "adam", "lr": 0.05}},
+    "weights from data set aside": {"name": "robust", "on": "outer"},
+    "excess": {"name": "robust", "on": "outer", "offset": {"name": "excess", "steps": 4}},
+    "generalisation": {
+        "name": "comfedl",
+        "outer": {"name": "kl", "gamma": 0.2, "on": "outer", "offset": {"name": "generalisation", "c": 0.5}},
+    },
     "momentum": {
         "name": "comfedl",
         "outer": {"name": "kl", "gamma": 0.2},
@@ -85,7 +91,7 @@ def config(method: str = "fedavg", model: str = "double", **more: Any) -> Config
 def embedded(settings: Config, fed: cf.FederatedData) -> cf.Result:
     """The same run with all clients in this process."""
     loop = {"rounds": settings.rounds, "seed": settings.seed, "clients_per_round": settings.clients_per_round}
-    more = {"eval_every": settings.eval_every, "eval_clients": settings.eval_clients}
+    more = {name: getattr(settings, name) for name in ("eval_every", "eval_clients", "outer_share")}
     return cf.fit(settings.make_model(fed), fed, settings.make_algorithm(), **loop, **more)
 
 
@@ -132,6 +138,36 @@ def test_another_loss(tmp_path: Path) -> None:
 def test_partial_participation_and_evaluation(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     settings = config("ditto", rounds=5, clients_per_round=2, eval_every=2, eval_clients=2)
     assert_same(serve(grid_of(three_clients, tmp_path), settings), embedded(settings, three_clients), 1e-12)
+
+
+def test_sites_with_outer_data_of_their_own(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    assert three_clients.validation is not None
+    fed = cf.FederatedData({**three_clients.train}, outer={**three_clients.validation})
+    settings = config("excess", clients_per_round=2)
+    assert_same(serve(grid_of(fed, tmp_path), settings), embedded(settings, fed), 1e-12)
+
+
+def test_excess_baselines_of_other_sites(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    offset = {"name": "excess", "baseline": {"a": 0.1, "b": 0.2}}
+    settings = config(algorithm={"name": "robust", "offset": offset})
+    with pytest.raises(cf.ConfigError, match="The baseline of Excess lacks client 'c'"):
+        serve(grid_of(three_clients, tmp_path), settings)
+
+
+def test_a_site_of_one_sample_cannot_be_split(tmp_path: Path) -> None:
+    x, y = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    fed = cf.FederatedData({"a": (x, y), "b": (x[:1], y[:1])})
+    with pytest.raises(cf.ConfigError, match="Client 'b' has one train sample, of which no outer data can be set"):
+        serve(grid_of(fed, tmp_path), config("excess"))
+
+
+def test_a_run_with_data_set_aside_resumes(three_clients: cf.FederatedData, tmp_path: Path) -> None:
+    out, grid = tmp_path / "run", grid_of(three_clients, tmp_path / "states")
+    settings = config("excess", clients_per_round=2, rounds=6, outer_share=0.3)
+    serve(grid, config("excess", clients_per_round=2, rounds=2, outer_share=0.3), out)
+    resumed = serve(grid, settings, out, resume=True)
+    assert_same(resumed, embedded(settings, three_clients), 1e-12)
+    assert "outer_share = 0.3" in (out / "config.toml").read_text()
 
 
 def test_a_round_takes_one_message_per_site(three_clients: cf.FederatedData, tmp_path: Path) -> None:

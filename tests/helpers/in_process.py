@@ -79,7 +79,7 @@ class InProcess(Grid):
 
 def alone(fed: cf.FederatedData, name: str) -> cf.FederatedData:
     """The data of one client."""
-    splits = {split: fed.split(split) for split in ("train", "validation", "test")}
+    splits = {split: fed.split(split, instead="none") for split in ("train", "validation", "test", "outer")}
     return cf.FederatedData(**{split: {name: part[name]} for split, part in splits.items() if part is not None})
 
 

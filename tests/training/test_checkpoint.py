@@ -575,10 +575,10 @@ def test_states_are_those_before_a_round_that_failed(tmp_path: Path, monkeypatch
     whole = run(many(), tmp_path / "whole", clients_per_round=8)
     validate = ReplyValidator.validate
 
-    def missed(self: ReplyValidator, round: int, asked: Any, replies: Any, sends: Any) -> Any:
+    def missed(self: ReplyValidator, round: int, asked: Any, replies: Any, sends: Any, others: int = 0) -> Any:
         if round == 5 and "model" in sends:
             raise QuorumError("too few")
-        return validate(self, round, asked, replies, sends)
+        return validate(self, round, asked, replies, sends, others)
 
     with monkeypatch.context() as patched, pytest.raises(QuorumError):
         patched.setattr(ReplyValidator, "validate", missed)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from comfedl.algorithms.context import Participation, RoundContext
@@ -207,6 +209,9 @@ class Algorithm(ABC):
     def check(self, clients: int, participants: int) -> None:  # noqa: B027 - most methods take any number
         """Raise or warn if the method cannot use this number of participants."""
 
+    def check_names(self, names: Sequence[str]) -> None:  # noqa: B027 - most methods take any names
+        """Raise if the method is not for clients of these names."""
+
     def check_rounds(self, rounds: int) -> None:
         """Check the learning rate of every round before the first."""
         if self.lr_schedule is not None:
@@ -320,6 +325,15 @@ class Algorithm(ABC):
         """The objective's value, from the clients' values and numbers of train samples."""
         return values.mean()
 
+    def shift(
+        self, state: State, clients: Sequence[int], names: Sequence[str], sizes: NDArray[np.int64]
+    ) -> Tensor | None:
+        """What is added to the values of these clients before they are combined; None is nothing.
+
+        ``names`` and ``sizes`` are those of all clients, and ``clients`` are positions in them.
+        """
+        return None
+
     def explain(self, error: Diverged) -> str:
         """Advice for a run that diverged (NaN or infinity)."""
         return "Use a smaller lr, or fewer local_steps."
@@ -333,6 +347,11 @@ class Algorithm(ABC):
     @property
     def has_custom_problem(self) -> bool:
         """Whether the objective is a ``Composition``, which needs no module and no loss function."""
+        return False
+
+    @property
+    def weighs_on_outer(self) -> bool:
+        """Whether the clients' weights follow losses on outer data, so that each client needs some."""
         return False
 
     @property
@@ -485,7 +504,7 @@ class Algorithm(ABC):
                 if personal is not model:
                     own = learner.scores(personal, data)
                     scores |= {f"{split}.personal_{name}": score for name, score in own.items()}
-        if isinstance(objective, LocalLoss) and self.loss_samples is None:
+        if isinstance(objective, LocalLoss) and self.loss_samples is None and not self.weighs_on_outer:
             return Outcome({"scores": scores, "value": scores["train.loss"]})  # the same number
         return Outcome({"scores": scores, "value": objective.value(model, *(data[0] for data in value_data))})
 

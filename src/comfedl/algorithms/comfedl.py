@@ -5,13 +5,16 @@ Huang, Li: Compositional federated learning: Applications in distributionally ro
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
@@ -19,6 +22,7 @@ from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core import client_vector
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.core.objectives import Adapt, Adapted, Composition, CompositionObjective, LocalLoss, Objective
+from comfedl.core.offset import Excess
 from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable
 from comfedl.core.protocol import NUMBER, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.utils import checks, tree
@@ -27,6 +31,7 @@ from comfedl.utils.tree import Tree
 
 STEPS = ("plain", "safe")
 PARAMS = ("model", "params")  # where a reply has the trained parameters
+BASELINES = "baselines"  # where the server's state has the clients' estimates of their best losses
 
 
 class Compositional(Algorithm):
@@ -55,14 +60,27 @@ class Compositional(Algorithm):
         return False
 
     @property
-    def memory(self) -> float | None:
-        """How much of a client's estimated loss stays from round to round; None measures it in every round."""
-        return self.g.memory if isinstance(self.g, KL) else None
+    def weighs_on_outer(self) -> bool:
+        return isinstance(self.g, KL) and self.g.on == "outer"
+
+    @property
+    def remembered(self) -> float | None:
+        """How much of a client's estimated loss stays from round to round; None measures it in every round.
+
+        Losses on outer data are always measured: training does not see these data.
+        """
+        return self.g.memory if isinstance(self.g, KL) and not self.weighs_on_outer else None
+
+    @property
+    def estimates(self) -> Excess | None:
+        """The offset that clients estimate, if there is one."""
+        offset = self.g.offset if isinstance(self.g, KL) else None
+        return offset if isinstance(offset, Excess) and offset.estimated else None
 
     @property
     def looks_back(self) -> bool:
         """Whether the server keeps the previous model, to predict how losses change."""
-        return self.memory is not None
+        return self.remembered is not None
 
     @property
     def reach(self) -> float:
@@ -91,13 +109,18 @@ class Compositional(Algorithm):
             state["losses"] = client_vector.full(clients, torch.nan)
         if self.looks_back:
             state["previous"] = model["params"]
+        if self.estimates is not None:
+            state[BASELINES] = client_vector.full(clients, torch.nan)
         return state
 
     def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
         model, everybody = state["model"], context.participants == context.clients
-        remembers = self.memory is not None and everybody
-        step = "measured" if self.memory is not None and not everybody else "train"
-        replies = context.ask(step, context.sample(), {"model": model})
+        remembers = self.remembered is not None and everybody
+        step = "measured" if self.remembered is not None and not everybody else "train"
+        participants = context.sample()
+        if self.estimates is not None:
+            state, participants = self.estimate(state, context, participants)
+        replies = context.ask(step, participants, {"model": model})
         chosen = list(replies.clients)
         if not isinstance(self.g, Coupled):
             weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64)
@@ -105,17 +128,21 @@ class Compositional(Algorithm):
         losses, table = replies.numbers("loss"), state["losses"]
         updates = measure(replies, model["params"], state["previous"], self.reach) if "previous" in state else None
         if remembers:
-            assert updates is not None and self.memory is not None
+            assert updates is not None and self.remembered is not None
             expected = client_vector.to_tensor(table)[chosen] + updates.change
-            share = max(1 - self.memory, 1 / context.number)  # of the new loss; at first a plain mean
+            share = max(1 - self.remembered, 1 / context.number)  # of the new loss; at first a plain mean
             losses = torch.where(expected.isnan(), losses, expected + share * (losses - expected))
             table = client_vector.full(context.clients, torch.nan)  # who is absent now starts anew when back
         table = client_vector.put(table, chosen, losses)
         # Weights among the participants alone; a cap or a quantile applies to these. Weights among all n clients,
         # scaled by n / m, would be unbiased but stall training: stale losses of clients not seen again stay high
         # while the model improves, and leave the participants almost no weight.
-        weights, shrink = self.weigh(model, replies, losses, updates)
-        duals = known_weights(self.g, table) if context.recorded else None
+        offsets = self.offsets(state, chosen, context.engine.names, context.sizes)
+        weights, shrink = self.weigh(model, replies, losses if offsets is None else losses + offsets, updates)
+        duals = None
+        if context.recorded:
+            everyone = self.offsets(state, range(context.clients), context.engine.names, context.sizes)
+            duals = known_weights(self.g, table if everyone is None else client_vector.to_tensor(table) + everyone)
         state = {**state, "losses": table}
         if updates is not None:
             state["previous"] = model["params"]
@@ -128,6 +155,38 @@ class Compositional(Algorithm):
         assert isinstance(self.g, Coupled)
         weights = self.g.weights(losses)
         return weights, safe_step(self, model, replies, weights) if self.safe else None
+
+    def estimate(self, state: State, context: RoundContext, participants: list[int]) -> tuple[State, list[int]]:
+        """Ask those participants for their baseline whose baseline is not known; who does not answer is left out."""
+        unknown = client_vector.to_tensor(state[BASELINES])[participants].isnan().tolist()
+        new = [client for client, is_new in zip(participants, unknown, strict=True) if is_new]
+        if not new:
+            return state, participants
+        replies = context.ask("baseline", new, {"model": state["model"]}, others=len(participants) - len(new))
+        answered = list(replies.clients)
+        if answered:
+            found = client_vector.put(state[BASELINES], answered, replies.numbers("baseline"))
+            state = {**state, BASELINES: found}
+        silent = {*new} - {*answered}
+        return state, [client for client in participants if client not in silent]
+
+    def offsets(
+        self, state: State, clients: Sequence[int], names: Sequence[str], sizes: NDArray[np.int64]
+    ) -> Tensor | None:
+        """What is added to these clients' losses, NaN where it is not known yet; None if there is no offset."""
+        if self.estimates is not None:
+            return -client_vector.to_tensor(state[BASELINES])[torch.as_tensor(clients, dtype=torch.int64)]
+        offset = self.g.offset if isinstance(self.g, KL) else None
+        return None if offset is None else offset.of(clients, names, sizes)
+
+    def shift(
+        self, state: State, clients: Sequence[int], names: Sequence[str], sizes: NDArray[np.int64]
+    ) -> Tensor | None:
+        found = self.offsets(state, clients, names, sizes)
+        if found is None or not bool(found.isnan().any()):
+            return found
+        # Of clients that have not taken part yet, the best guess is the mean of those that have.
+        return torch.where(found.isnan(), -client_vector.to_tensor(state[BASELINES]).nanmean(), found)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return self.g.objective(values)
@@ -143,6 +202,10 @@ class Compositional(Algorithm):
     @property
     def has_custom_problem(self) -> bool:
         return self.composition is not None
+
+    def check_names(self, names: Sequence[str]) -> None:
+        if isinstance(self.g, KL) and self.g.offset is not None:
+            self.g.offset.check_names(names)
 
     def check(self, clients: int, participants: int) -> None:
         if isinstance(self.g, Coupled) and participants == 1 < clients:
@@ -165,20 +228,36 @@ class Compositional(Algorithm):
             return super().adaptation
         return self.adapt.lr, self.adapt.steps if self.personal_steps is None else self.personal_steps
 
-    def draws(self) -> dict[str, Draw]:
+    def training_draws(self) -> dict[str, Draw]:
+        """The batches of local training alone."""
         draws = super().draws()
         if self.adapt is not None:
             draws |= adapt_draws(self.adapt, self.batch_size, self.outer_size, self.local_steps)
         elif self.composition is not None:
             draws[Data.OUTER] = Draw("outer", self.outer_size, self.local_steps)
-        return draws | (self.value_draws() if isinstance(self.g, Coupled) and self.memory is None else {})
+        return draws
+
+    def draws(self) -> dict[str, Draw]:
+        measures = isinstance(self.g, Coupled) and self.remembered is None
+        return self.training_draws() | (self.value_draws() if measures else {})
+
+    def value_draws(self) -> dict[str, Draw]:
+        draws = super().value_draws()
+        if self.weighs_on_outer and self.adapt is None and self.composition is None:
+            draws[Data.VALUE_TRAIN] = draws[Data.VALUE_OUTER]  # the local loss has no outer map to judge it there
+        return draws
 
     def steps(self) -> dict[str, Step]:
-        if self.memory is None:
-            return super().steps()
-        draws = self.draws() | self.value_draws()
-        same = {name: replace(draw, purpose=draw.purpose or f"train/{name}") for name, draw in draws.items()}
-        return {**super().steps(), "measured": Step(self.measured, same, noise="train", sends=self.reply())}
+        steps = super().steps()
+        if self.remembered is not None:
+            draws = self.draws() | self.value_draws()
+            same = {name: replace(draw, purpose=draw.purpose or f"train/{name}") for name, draw in draws.items()}
+            steps["measured"] = Step(self.measured, same, noise="train", sends=self.reply())
+        if self.estimates is not None:
+            more = {name: replace(draw, count=self.estimates.steps) for name, draw in self.training_draws().items()}
+            draws = more | self.value_draws()
+            steps["baseline"] = Step(self.baseline, draws, sends={"baseline": NUMBER}, scheduled=False)
+        return steps
 
     def reply(self) -> dict[str, str]:
         return super().reply() | ({"loss": NUMBER} if isinstance(self.g, Coupled) else {})
@@ -189,8 +268,7 @@ class Compositional(Algorithm):
         trained = self.descend(learner, message["model"], batches, slope, state=state)
         reply: dict[str, Tree] = {"model": trained.model}
         if Data.VALUE_TRAIN in batches:
-            data, outer_data = batches[Data.VALUE_TRAIN][0], batches[Data.VALUE_OUTER][0]
-            reply["loss"] = self.objective(learner).value(message["model"], data, outer_data)
+            reply["loss"] = self.value(learner, message["model"], batches)
         elif isinstance(self.g, Coupled):  # with memory: the first batch's, at the received model
             reply["loss"] = trained.watched["loss"][0]
         return Outcome(reply, self.kept(trained), trained.watched)
@@ -198,6 +276,18 @@ class Compositional(Algorithm):
     def measured(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         """Local training with a measured loss, for those methods with memory whose participants change."""
         return self.train(learner, message, state, batches)
+
+    def baseline(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
+        """About the best loss that the client can have: the received model's, after training on the client's data."""
+        assert self.estimates is not None
+        alone = copy.copy(self)
+        object.__setattr__(alone, "lr", self.lr if self.estimates.lr is None else self.estimates.lr)
+        trained = alone.descend(learner, message["model"], batches, state=state)
+        return Outcome({"baseline": self.value(learner, trained.model, batches)}, watched=trained.watched)
+
+    def value(self, learner: Learner, model: Model, batches: Batches) -> Tensor:
+        """The client's loss, on the data that the weights are measured on."""
+        return self.objective(learner).value(model, batches[Data.VALUE_TRAIN][0], batches[Data.VALUE_OUTER][0])
 
 
 @dataclass(frozen=True)

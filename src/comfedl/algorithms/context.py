@@ -101,14 +101,17 @@ class RoundContext:
         """The clients with too many refused replies, in order."""
         return [] if self.validator is None else sorted(filter(self.validator.is_excluded, self.validator.offences))
 
-    def ask(self, step: str, clients: Sequence[int], message: dict[str, Tree]) -> Replies:
-        """Run a step with this message at these clients; ``replies.clients`` are those with a usable reply."""
+    def ask(self, step: str, clients: Sequence[int], message: dict[str, Tree], others: int = 0) -> Replies:
+        """Run a step with this message at these clients; ``replies.clients`` are those with a usable reply.
+
+        ``others`` are participants who need not be asked: in the quorum they count as asked and usable.
+        """
         replies = self.engine.run(step, clients, message, self.number)
         self.traffic.count(message, clients, replies)
         if self.validator is None:
             return replies
         sends = self.steps[step].sends if step in self.steps else {}
-        return self.validator.validate(self.number, clients, replies, sends)
+        return self.validator.validate(self.number, clients, replies, sends, others)
 
 
 def _skip(positions: Iterable[int], excluded: list[int]) -> list[int]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from comfedl.algorithms.comfedl import PARAMS, Compositional, Updates, squared_norm
 from comfedl.core.learner import Model, Params
 from comfedl.core.objectives import Adapt
+from comfedl.core.offset import Offset
 from comfedl.core.optim import SGD, Adagrad, Adam, Yogi
 from comfedl.core.outer_functions import KL, Coupled, Outer
 from comfedl.core.protocol import Replies
@@ -37,6 +38,9 @@ class Robust(Compositional):
         cap: the largest weight of a client, as a multiple of uniform; None is no limit.
         memory: how much of a client's estimated loss stays from round to round; None measures all losses in every
             round, by a pass over the training data (so it is, in any case, if not all clients take part in a round).
+        on: "train", or "outer" for weights that follow the losses on outer data, measured in every round (see ``KL``);
+            how the next step changes them is still predicted from the updates, and so from train data.
+        offset: added to the losses before the weights are computed, such as ``offset.Excess()`` (see ``KL``).
         server_optimizer: by default momentum 0.9; None leaves it out.
         server_average: by default 0.9, so the reported model is about the mean of the last ten rounds'.
     """
@@ -45,6 +49,8 @@ class Robust(Compositional):
     inner: Adapt | None = None
     cap: float | None = None
     memory: float | None = 0.98
+    on: str = "train"
+    offset: Offset | None = None
     server_optimizer: SGD | Adam | Yogi | Adagrad | None = field(default=SGD(momentum=0.9), kw_only=True)
     server_average: float | None = field(default=0.9, kw_only=True)
 
@@ -90,4 +96,4 @@ class Robust(Compositional):
 
     @cached_property
     def g(self) -> Outer:
-        return KL(self.gamma, cap=self.cap, memory=self.memory)
+        return KL(self.gamma, cap=self.cap, memory=self.memory, on=self.on, offset=self.offset)

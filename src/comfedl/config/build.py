@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from comfedl.core.objectives import Adapt, Composition
+from comfedl.core.offset import OFFSETS, Offset
 from comfedl.core.optim import OPTIMIZERS
 from comfedl.core.outer_functions import OUTERS, Outer
 from comfedl.core.schedule import SCHEDULES, Schedule
@@ -78,6 +79,8 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(found, Composition):
             raise ConfigError(f'{where} is {value!r}, but it must be "module:name" of a Composition.')
         return found
+    if Offset in kinds:
+        return _build_named(value, where, OFFSETS, 'name = "generalisation", c = 1.0')
     optimizers = {name: option for name, option in OPTIMIZERS.items() if option in kinds}
     if optimizers:
         return _build_named(value, where, optimizers, 'name = "sgd", momentum = 0.9')
@@ -181,7 +184,7 @@ TABLE_OF_KEY = {
         *("client_optimizer", "server_optimizer", "lr_schedule", "clip_grad_norm", "clip_update_norm"),
     },
     "algorithm.client_optimizer": {"momentum", "nesterov", "weight_decay", "keep_state"},
-    "algorithm.outer": {"gamma", "cap", "effective_clients", "level", "rho", "q"},
+    "algorithm.outer": {"gamma", "cap", "effective_clients", "on", "offset", "level", "rho", "q"},
     "data": {"partition", "by", "clients", "alpha", "rho", "path", "client", "target"},
 }
 

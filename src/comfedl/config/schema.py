@@ -104,6 +104,7 @@ class Config(BaseModel):
     checkpoint_every: int | None = None
     quorum: float = 0.5
     save_personal: bool = True
+    outer_share: float = 0.2
     engine: str = "embedded"
     loss: str | dict[str, Any] = "cross_entropy"
     metrics: list[str] | None = None
@@ -256,12 +257,15 @@ class Config(BaseModel):
 
     def resolved(self) -> dict[str, Any]:
         """All values, including defaults, as a config that reproduces this run."""
-        algorithm = {key: value for key, value in describe(self.make_algorithm()).items() if key != "name"}
+        method = self.make_algorithm()
+        algorithm = {key: value for key, value in describe(method).items() if key != "name"}
         model = build.default_options(self._model_function(), skip=2)
+        left_out = {"save_personal"} if self.save_personal else set()
+        left_out |= set() if method.weighs_on_outer else {"outer_share"}
         # References to the user's code ("module:name") stay as they were written.
         references = {key: value for key, value in self.algorithm.arguments.items() if isinstance(value, str)}
         return {
-            **self.model_dump(include={*RECORDED} - ({"save_personal"} if self.save_personal else set())),
+            **self.model_dump(include={*RECORDED} - left_out),
             **({} if self.loss == "cross_entropy" else {"loss": self.loss}),
             **({} if self.metrics is None else {"metrics": self.metrics}),
             **({} if self.stop is None else {"stop": self.stop.model_dump()}),

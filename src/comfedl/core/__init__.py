@@ -1,5 +1,5 @@
 """The mathematics, and the contract between server and clients."""
 
-from comfedl.core import optim, schedule
+from comfedl.core import offset, optim, schedule
 
-__all__ = ["optim", "schedule"]
+__all__ = ["offset", "optim", "schedule"]

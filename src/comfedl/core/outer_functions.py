@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from comfedl.core.offset import Offset
 from comfedl.core.simplex import (
     capped_weights,
     chi_square_weights,
@@ -132,6 +133,15 @@ class KL(Coupled):
     ``memory``: by default each round's weights follow the losses on all training data, which costs a pass over them.
     With memory = 0.98 they follow an estimate from the batches that training sees anyway: of the old estimate, moved
     along with the model, 98 % stay. It is for full participation; else clients measure their losses as by default.
+
+    ``on = "outer"``: the weights follow each client's loss on its outer data, which local training does not use (with
+    ``Adapt`` and ``Composition`` the value is judged on outer data in any case). These are the data's own outer split,
+    or else a share that ``fit`` sets aside (``outer_share``); never validation or test data. The loss is measured in
+    every round, by a pass over this small split, so ``memory`` does not apply.
+
+    ``offset``: added to the clients' losses before the weights are computed, such as ``offset.Generalisation(1.0)`` or
+    ``offset.Excess()``; the objective is then gamma * log(mean_i exp((y_i + o_i) / gamma)). With ``effective_clients``
+    the weights and the reported mean are those of y_i + o_i too.
     """
 
     name: ClassVar[str] = "kl"
@@ -140,10 +150,18 @@ class KL(Coupled):
     cap: float | None = None
     effective_clients: float | None = None
     memory: float | None = None
+    on: str = "train"
+    offset: Offset | None = None
 
     def __post_init__(self) -> None:
         if self.memory is not None:
             checks.between("memory", self.memory, 0, 1)
+        checks.one_of("on", self.on, ("train", "outer"))
+        if self.offset is not None and not isinstance(self.offset, Offset):
+            raise ConfigError(
+                f"offset is {self.offset!r}, but it must be None or like cf.offset.Generalisation(1.0) or "
+                "cf.offset.Excess()."
+            )
         if (self.gamma is None) == (self.effective_clients is None):
             given = "neither is" if self.gamma is None else "both are"
             raise ConfigError(f"KL needs either gamma or effective_clients, but {given} given; give one of them.")

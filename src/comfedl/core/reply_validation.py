@@ -29,8 +29,12 @@ class ReplyValidator:
         """Whether too many of a client's replies were refused."""
         return self.offences.get(client, 0) >= QUARANTINE
 
-    def validate(self, round: int, asked: Sequence[int], replies: Replies, sends: Mapping[str, str]) -> Replies:
+    def validate(
+        self, round: int, asked: Sequence[int], replies: Replies, sends: Mapping[str, str], others: int = 0
+    ) -> Replies:
         """The usable replies; ``sends`` maps each part of a reply to its type.
+
+        ``others`` are further clients, who need not be asked and are usable.
 
         Raises:
             QuorumError: if they are fewer than the quorum of the clients asked.
@@ -43,7 +47,7 @@ class ReplyValidator:
             warnings.warn(f"Round {round}: the reply of client {name!r} is refused: {reason}{excluded}.", BadReply, 2)
         usable = len(replies.clients) - sum(client in faults for client in replies.clients)
         example = "".join(f" (client {self._names[client]!r}: {reason})" for client, reason in [*faults.items()][:1])
-        self.check_quorum(round, usable, len(asked), example)
+        self.check_quorum(round, usable + others, len(asked) + others, example)
         return replies.without(faults) if faults else replies
 
     def check_quorum(self, round: int, usable: int, wanted: int, example: str = "") -> None:

@@ -15,6 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from comfedl.config.schema import parse_config, read_config
 from comfedl.data.federated import FederatedData
+from comfedl.data.outer_share import held_out, set_aside
 from comfedl.engines.embedded import Embedded
 from comfedl.flower import serialization
 from comfedl.flower.client import StateStore, public_message, run_steps
@@ -76,7 +77,11 @@ def client_app(data: Load, state: str | Path | None = None, mods: Sequence[Any] 
     @app.query("who")
     def who(message: Message, context: Context) -> Message:
         fed = _load(data, context)
-        body = {"name": fed.names[0], "samples": int(fed.train.sizes[0]), "shape": list(fed.train.x.shape[1:])}
+        question, _ = serialization.decode(message.content)
+        samples, share = int(fed.train.sizes[0]), question.get("outer_share")
+        if share is not None and fed.outer is None:  # of one sample, 0 are left, which the server refuses
+            samples -= held_out(samples, float(share)) if samples > 1 else 1
+        body = {"name": fed.names[0], "samples": samples, "shape": list(fed.train.x.shape[1:])}
         return Message(serialization.encode(body), reply_to=message)
 
     @app.train("step")
@@ -95,6 +100,8 @@ def site_engine(text: str, fed: FederatedData) -> Embedded:
     """An embedded engine for the site's only client, from a config in TOML."""
     config = parse_config(tomllib.loads(text))
     algorithm = config.make_algorithm()
+    if algorithm.weighs_on_outer and fed.outer is None:
+        fed = set_aside(fed, config.outer_share, config.seed)
     model = config.make_model_for(tuple(fed.train.x.shape[1:]))
     learner, initial, _ = make_learner(model, config.make_loss(), algorithm, config.make_metrics(), config.task)
     first = next(iter(initial["params"].values()))

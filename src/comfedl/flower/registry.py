@@ -42,6 +42,7 @@ class SiteRegistry:
         deadline: seconds that a node has to identify itself.
         known: the sites of a resumed run; those that miss the deadline may join later.
         quorum: the fraction of the known sites that must be connected.
+        outer_share: the share of its train samples that a site without outer data sets aside; None is nothing.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class SiteRegistry:
         deadline: float,
         known: KnownSites | None = None,
         quorum: float = 1.0,
+        outer_share: float | None = None,
     ) -> None:
+        self._question = {"question": "who", **({} if outer_share is None else {"outer_share": outer_share})}
         self._grid, self._deadline, self._resumed = grid, min(deadline, IDENTIFY_TIMEOUT), known
         self._site_of: dict[int, str | None] = {}  # by node; None if the node is refused
         self._duplicates: dict[int, str] = {}  # nodes that claim the name of another connected node
@@ -92,7 +95,7 @@ class SiteRegistry:
             and self._duplicates.get(node) not in connected
             and self._retry_at.get(node, 0) <= now
         ]
-        body = serialization.encode({"question": "who"})
+        body = serialization.encode(self._question)
         answers = exchange(self._grid, dict.fromkeys(new, body), "query.who", "who", self._deadline)
         for node in sorted(new):
             answer = answers[node]

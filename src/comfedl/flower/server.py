@@ -12,6 +12,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from comfedl.config.schema import ENGINE_TABLES, Config, FlowerTable
+from comfedl.data.outer_share import too_few
 from comfedl.engines import AT_SITES
 from comfedl.flower.engine import Sites
 from comfedl.flower.registry import KnownSites, SiteRegistry
@@ -80,7 +81,11 @@ def serve(
     """
     options, algorithm = config.flower or FlowerTable(), config.make_algorithm()
     attendance = Attendance(out, resume)
-    registry = SiteRegistry(grid, options.sites, options.patience, options.deadline, attendance.load(), config.quorum)
+    share = config.outer_share if algorithm.weighs_on_outer else None
+    known = attendance.load()
+    registry = SiteRegistry(grid, options.sites, options.patience, options.deadline, known, config.quorum, share)
+    for i in (registry.sizes == 0).nonzero()[0][:1]:
+        raise ConfigError(too_few(registry.names[int(i)]))
     attendance.known = registry.known
     run_options = config.run_options(
         checkpoint_every=config.checkpoint_every or 1,

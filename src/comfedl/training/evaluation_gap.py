@@ -18,7 +18,8 @@ from comfedl.core.protocol import Engine, Step
 # that is only evaluated costs less arithmetic, but is read from memory once, where training reuses a batch in cache.
 RATIO = 5
 FEW = 1000  # so few samples in all take no time worth saving: every round is evaluated
-NOT_TRAINING = ("evaluate", "personal", "measured")  # "measured" takes the place of "train"
+# "measured" takes the place of "train", and a client runs "baseline" once.
+NOT_TRAINING = ("evaluate", "personal", "measured", "baseline")
 
 
 def evaluation_gap(engine: Engine, steps: Mapping[str, Step], participants: int, evaluated: int | None) -> int:

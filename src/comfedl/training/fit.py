@@ -19,6 +19,7 @@ from comfedl.core.learner import Model, Params
 from comfedl.core.protocol import Engine
 from comfedl.core.reply_validation import ReplyValidator
 from comfedl.data.federated import FederatedData
+from comfedl.data.outer_share import set_aside
 from comfedl.data.tabular import Encoding
 from comfedl.engines import make_engine
 from comfedl.models.losses import LossFunction
@@ -65,6 +66,7 @@ def fit(
     engine_options: Mapping[str, Any] | None = None,
     stop: EarlyStopping | None = None,
     metrics: RequestedMetrics = None,
+    outer_share: float = 0.2,
 ) -> Result:
     """Train a model over the clients' data.
 
@@ -96,6 +98,8 @@ def fit(
         metrics: further metrics to record: names such as ``["f1", "auc"]``, or a dict of functions (output, y) ->
             number, each of all samples of a client, such as ``{"f1": f}``; ``Metric(f, smaller_is_better=True)`` for
             errors.
+        outer_share: the share of each client's train data to set aside as its outer data, in proportion to its labels;
+            only for a method whose weights are measured on outer data, and if ``fed`` has no outer data of its own.
         engine_options: options of the engine, such as ``{"vectorize": "serial"}`` (see ``Embedded``).
 
     Raises:
@@ -121,9 +125,12 @@ def fit(
         callbacks=callbacks,
         stop=stop,
         metrics=tuple(metrics or ()),
+        outer_share=outer_share,
     )
     check_kinds(algorithm, fed)
     options.check_clients(len(fed))
+    if algorithm.weighs_on_outer and fed.outer is None:
+        fed = set_aside(fed, options.outer_share, options.seed)
     learner, initial, frozen = make_learner(model, loss, algorithm, metrics)
     first = next(iter(initial["params"].values()))
     data = fed.to(first.dtype, first.device)
@@ -135,7 +142,7 @@ def fit(
     asked = describe_metrics(metrics)
     settings = settings or {
         **{"loss": describe(loss), "metrics": asked},
-        **options.recorded(),
+        **options.recorded(algorithm),
         "algorithm": describe(algorithm),
     }
     module = model if isinstance(model, nn.Module) else None
@@ -192,6 +199,7 @@ def fit_on(
         validator = ReplyValidator(initial, clients.names, options.quorum)
         loop = Loop(algorithm, clients, options, callbacks, validator)
         algorithm.check(count, loop.participants)
+        algorithm.check_names(clients.names)
         algorithm.check_rounds(options.rounds)
         state, first_round = algorithm.initial_state(initial, count), 1
         if options.stop is not None:

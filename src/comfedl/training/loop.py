@@ -8,6 +8,8 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext, Traffic
@@ -130,7 +132,8 @@ class Loop:
         """Request the clients' scores; the returned function fetches and records them."""
         model = self.algorithm.reported(state)
         answers = self.engine.run_deferred("evaluate", self._evaluated, {"model": model}, number)
-        return partial(self._record, number, model, participation, answers, self.traffic.so_far())
+        shift = partial(self.algorithm.shift, state)
+        return partial(self._record, number, model, participation, answers, shift, self.traffic.so_far())
 
     def _record(
         self,
@@ -138,6 +141,7 @@ class Loop:
         model: Model,
         participation: Participation,
         answers: Callable[[], Replies],
+        shift: Callable[[Sequence[int], Sequence[str], NDArray[np.int64]], Tensor | None],
         sent: Mapping[str, int],
     ) -> None:
         replies = self.validator.validate(number, self._evaluated, answers(), self.steps["evaluate"].sends)
@@ -148,11 +152,13 @@ class Loop:
         if participation.duals is not None:
             more["dual"] = participation.duals.numpy()[replies.clients]
         found = Evaluation.of(number, self.engine.names, replies.clients, replies.scores("scores"), more)
-        sizes = torch.from_numpy(self.engine.sizes[replies.clients])
+        sizes, values = torch.from_numpy(self.engine.sizes[replies.clients]), replies.numbers("value")
+        added = shift(replies.clients, self.engine.names, self.engine.sizes)
+        values = values if added is None else values + added
         row: Row = {
             "round": number,
             **client_statistics.summarise_columns(found.columns(leave_out=more)),
-            "objective": float(self.algorithm.combined(replies.numbers("value"), sizes)),
+            "objective": float(self.algorithm.combined(values, sizes)),
             "effective_clients": client_statistics.effective_clients(list(weights.values())),
             "weights_kl": client_statistics.divergence(list(weights.values())),
             "participants": len(weights),

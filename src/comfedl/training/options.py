@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from comfedl.algorithms.base import Algorithm
 from comfedl.engines import AT_SITES, ENGINES
 from comfedl.training.callbacks import Callback
 from comfedl.training.stopping import EarlyStopping
@@ -31,6 +32,7 @@ class RunOptions:
     checkpoint_every: int | None = None
     quorum: float = 0.5
     save_personal: bool = True
+    outer_share: float = 0.2
     engine: str = "embedded"
     out: str | Path | None = None
     resume: bool = False
@@ -51,6 +53,7 @@ class RunOptions:
             object.__setattr__(self, "eval_every", int(self.eval_every))  # a NumPy integer
         checks.not_below("quorum", self.quorum, 0)
         checks.at_most("quorum", self.quorum, 1)
+        checks.inside("outer_share", self.outer_share, 0, 1)
         checks.one_of("engine", self.engine, [*ENGINES, AT_SITES])
         for name in ("clients_per_round", "eval_clients", "checkpoint_every"):
             if getattr(self, name) is not None:
@@ -88,11 +91,12 @@ class RunOptions:
                     "leave it out for all of them."
                 )
 
-    def recorded(self) -> dict[str, Any]:
-        """The options that define the run, as its config records them."""
+    def recorded(self, algorithm: Algorithm) -> dict[str, Any]:
+        """The options that define a run of this method, as its config records them."""
         found = {name: getattr(self, name) for name in RECORDED}
         stop = None if self.stop is None else dict(vars(self.stop))
-        return found | {"save_personal": None if self.save_personal else False, "stop": stop}
+        found |= {"save_personal": None if self.save_personal else False, "stop": stop}
+        return found | ({} if algorithm.weighs_on_outer else {"outer_share": None})
 
 
 NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop", "metrics", "gap")

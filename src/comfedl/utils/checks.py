@@ -22,6 +22,11 @@ def _require_number(name: str, value: Any, allowed: str, is_allowed: Callable[[f
         raise ConfigError(f"{name} is {value!r}, but it must be {allowed}.")
 
 
+def finite(name: str, value: Any) -> None:
+    """Require a finite number."""
+    _require_number(name, value, "a finite number", lambda x: True)
+
+
 def positive(name: str, value: Any, advice: str = "") -> None:
     """Require a finite number above 0."""
     _require_number(name, value, f"a number above 0{advice and ': ' + advice}", lambda x: x > 0)
@@ -40,6 +45,11 @@ def at_most(name: str, value: Any, most: float) -> None:
 def between(name: str, value: Any, low: float, high: float) -> None:
     """Require a number in [``low``, ``high``)."""
     _require_number(name, value, f"a number of {low:g} or more and below {high:g}", lambda x: low <= x < high)
+
+
+def inside(name: str, value: Any, low: float, high: float) -> None:
+    """Require a number between ``low`` and ``high``, without these two."""
+    _require_number(name, value, f"a number above {low:g} and below {high:g}", lambda x: low < x < high)
 
 
 def not_zero(name: str, value: Any, advice: str) -> None:
