@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from comfedl.models.functional import with_tensors
 from comfedl.training import checkpoint
 from comfedl.training.personal_models import MODELS, PersonalModels, file_name
 from comfedl.training.result import MOST_NAMED
+from comfedl.training.run_folder import recover_replaced
 from comfedl.utils.errors import ConfigError, RunFolderError, nearest
 
 
@@ -123,6 +125,8 @@ def load_run(path: str | Path, model: nn.Module | None = None) -> SavedRun:
     comfedl.utils.errors.RunFolderError: nowhere holds no run; give the folder of a run.
     """
     folder = Path(path)
+    with contextlib.suppress(OSError):  # it may be somebody else's, to be read only
+        recover_replaced(folder)
     if not (folder / "config.toml").is_file():
         raise RunFolderError(f"{folder} holds no run; give the folder of a run.")
     settings = read_settings(folder / "config.toml")

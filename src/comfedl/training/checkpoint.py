@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import warnings
@@ -30,6 +31,7 @@ from comfedl.utils.files import TensorFile, TensorSpec, sync
 from comfedl.utils.tree import Tree
 
 VERSION = 2
+SECONDS = "seconds.json"  # the file with how long the run took
 KEPT = 2  # so that one is left if the last is damaged
 
 
@@ -37,7 +39,8 @@ KEPT = 2  # so that one is left if the last is damaged
 class Snapshot:
     """A run between two rounds: the server's state, the clients' states (by position), and the bytes sent.
 
-    ``offences`` counts each client's refused replies; ``model`` is the global model as it is reported.
+    ``offences`` counts each client's refused replies; ``model`` is the global model as it is reported; ``seconds`` is
+    how long the run has taken, over all its starts.
     """
 
     round: int
@@ -46,6 +49,7 @@ class Snapshot:
     traffic: Mapping[str, int]
     offences: Mapping[int, int]
     model: Model
+    seconds: float = 0.0
 
 
 Records = Mapping[str, tuple[int, str]]
@@ -105,6 +109,7 @@ def write(
         with (part / "meta.json").open("wb") as description:
             description.write(_with_checksum(json.dumps(meta).encode()))
             sync(description)
+        (part / SECONDS).write_text(f"{snapshot.seconds:.3f}\n")  # not in meta.json: equal runs have equal bytes there
         if final.exists():  # a damaged checkpoint of this round
             shutil.rmtree(final)
         os.replace(part, final)
@@ -166,7 +171,8 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Lo
                 "that version, or start over with --force."
             ) from error
         offences = {int(client): count for client, count in meta["offences"].items()}
-        snapshot = Snapshot(meta["round"], state, kept.copy, meta["traffic"], offences, state["model"])
+        seconds = _seconds(path / SECONDS)
+        snapshot = Snapshot(meta["round"], state, kept.copy, meta["traffic"], offences, state["model"], seconds)
         return LoadedCheckpoint(snapshot, meta["records"], meta.get("regular", meta["records"]))
     if found:
         raise RunFolderError(f"All checkpoints in {folder} are damaged; start over with --force.")
@@ -183,6 +189,16 @@ def read_model(folder: Path) -> tuple[int, Params] | None:
         except Exception:  # a damaged file may raise anything
             continue
     return None
+
+
+def _seconds(file: Path) -> float:
+    """How long the run took; 0 if an earlier version, which did not say, wrote the checkpoint."""
+    try:
+        with file.open("rb") as stream:
+            found = float(stream.read(40))
+    except (OSError, ValueError):
+        return 0.0
+    return found if math.isfinite(found) and found >= 0 else 0.0
 
 
 class _Group(NamedTuple):
@@ -233,6 +249,11 @@ def _write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], groups: Seque
         for j, name in enumerate(group.names):
             for row, leaves in enumerate(group.states):
                 out.write(name, leaves[j], row)
+
+
+def exists(folder: Path) -> bool:
+    """Whether there is a checkpoint, undamaged or not."""
+    return bool(_checkpoints(folder))
 
 
 def _checkpoints(folder: Path) -> list[Path]:
