@@ -324,7 +324,7 @@ def test_a_checkpoint_from_the_future(three_clients: cf.FederatedData, tmp_path:
 
 def test_nothing_is_a_pickle(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     for saved in stopped(three_clients, tmp_path / "cut"):
-        assert sorted(path.name for path in saved.iterdir()) == ["meta.json", "tensors.safetensors"]
+        assert sorted(path.name for path in saved.iterdir()) == ["meta.json", "seconds.json", "tensors.safetensors"]
         assert load_file(saved / "tensors.safetensors")
 
 

@@ -31,6 +31,11 @@ logger = logging.getLogger("comfedl")
 LOCAL_STEPS = ("personal",)  # steps whose reply must not leave the site
 
 
+def held_name(version: str) -> str:
+    """The name of the state that a client holds within a round, after the step with this version."""
+    return f"{version} held"
+
+
 class StateStore:
     """The versions of a client's state in one run, each an atomically written file."""
 
@@ -114,8 +119,8 @@ def _run_step(
         notes["kept"] = version
     now = engine.held().get(0)
     if now is not None and now is not held:
-        store.write(f"{version} held", now)
-        notes["held"] = f"{version} held"
+        notes["held"] = held_name(version)
+        store.write(notes["held"], now)
     return reply, notes
 
 

@@ -15,6 +15,7 @@ from comfedl.config.schema import ENGINE_TABLES, Config, FlowerTable
 from comfedl.engines import AT_SITES
 from comfedl.flower.engine import Sites
 from comfedl.flower.registry import KnownSites, SiteRegistry
+from comfedl.flower.reply_format import ReplyFormat
 from comfedl.models.losses import is_balanced
 from comfedl.training.arguments import make_learner
 from comfedl.training.callbacks import Callback
@@ -80,7 +81,8 @@ def serve(
     """
     options, algorithm = config.flower or FlowerTable(), config.make_algorithm()
     attendance = Attendance(out, resume)
-    registry = SiteRegistry(grid, options.sites, options.patience, options.deadline, attendance.load(), config.quorum)
+    known, share = attendance.load(), options.max_share
+    registry = SiteRegistry(grid, options.sites, options.patience, options.deadline, known, config.quorum, share)
     attendance.known = registry.known
     run_options = config.run_options(
         checkpoint_every=config.checkpoint_every or 1,
@@ -97,14 +99,15 @@ def serve(
         raise ConfigError(
             'loss has "balanced" weights, but the server does not see the labels at the sites; give numbers instead.'
         )
-    _, initial, frozen = make_learner(model, loss, algorithm, config.make_metrics(), config.task)
+    learner, initial, frozen = make_learner(model, loss, algorithm, config.make_metrics(), config.task)
     settings = settings_at_sites(config)
     text = to_toml(settings)
     # A longer run is the same run: its clients keep their states.
     identity = to_toml({key: value for key, value in settings.items() if key not in ("flower", "rounds", "stop")})
     run_id = hashlib.blake2b(f"{identity}\0{out}".encode(), digest_size=8).hexdigest()
+    format = ReplyFormat(algorithm.steps(), initial, frozenset(learner.metrics))
     return fit_on(
-        Sites(grid, registry, text, run_id, options.deadline, attendance.add),
+        Sites(grid, registry, text, run_id, options.deadline, attendance.add, format=format),
         algorithm,
         initial,
         frozen,
