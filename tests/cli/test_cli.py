@@ -49,6 +49,7 @@ batch_size = 10
 outer = { name = "kl", gamma = 0.2 }
 """
 OWN = {"config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint"}
+OWN |= {".lock"}
 
 
 @dataclass
@@ -120,7 +121,7 @@ def content(folder: Path) -> dict[str, bytes | None]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
-        if "__pycache__" not in path.parts
+        if "__pycache__" not in path.parts and path.name != ".lock"
     }
 
 

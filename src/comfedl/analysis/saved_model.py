@@ -15,6 +15,7 @@ from comfedl.data.from_folders import IMAGES, read_arrays, read_image
 from comfedl.data.tabular import Encoding, Table, read_csv
 from comfedl.models.losses import Loss, is_balanced
 from comfedl.training.arguments import make_learner
+from comfedl.utils import tree
 from comfedl.utils.errors import ComfedlError, ConfigError, DataError
 
 
@@ -30,6 +31,11 @@ def load_learner(run: SavedRun) -> tuple[Learner, Callable[[Params], Model]]:
         raise ConfigError(f"{run.path} trained a Composition, which has no outputs and no metrics.")
 
     def to_state(tensors: Params) -> Model:
+        bad = next((name for name, part in tensors.items() if not tree.finite(part)), None)
+        if bad is not None:
+            raise DataError(
+                f"The model has NaN or infinity in {bad!r}, so it has diverged or is damaged; train it again."
+            )
         module = run.with_tensors(tensors, run.path)
         params = {name: part.detach() for name, part in module.named_parameters()}
         buffers = {name: part for name, part in module.named_buffers() if name in initial["buffers"]}

@@ -13,13 +13,9 @@ from comfedl.core.learner import Model
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, PARAMS, Replies
 from comfedl.utils import tree
 from comfedl.utils.errors import BadReply, QuorumError
+from comfedl.utils.files import SAFETENSORS_DTYPES
 from comfedl.utils.tree import Tree
 
-# The types of single numbers: not complex, and none of the narrow ones that cannot be summed.
-REAL = frozenset({
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-})  # fmt: skip
 QUARANTINE = 3  # refused replies after which a client is not asked again
 
 
@@ -99,7 +95,7 @@ def _signature(model: Tree, path: tuple[str, ...] = ()) -> dict[tuple[str, ...],
 
 def _is_number(value: Tree) -> bool:
     """Whether it is a single real number of a type that torch can compute with."""
-    return isinstance(value, Tensor) and not value.ndim and value.dtype in REAL
+    return isinstance(value, Tensor) and not value.ndim and value.dtype in SAFETENSORS_DTYPES
 
 
 def _format(tensor: ShapeAndType | None) -> str:

@@ -8,6 +8,7 @@ training: the count, sum and sum of squares of each number column, and the categ
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +25,7 @@ NUMBER, FLAG, TEXT = "number", "flag", "text"
 MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "NULL", "None"})
 """The cells of a CSV file that mean a missing value."""
 MAX_CATEGORIES = 1000
+MAX_INPUTS = 1 << 26  # numbers in one sample
 
 
 class Cells(NamedTuple):
@@ -270,7 +272,8 @@ class Encoding:
                 + (f" (nor {', '.join(map(repr, absent[1:]))})" if absent[1:] else "")
                 + f", which the model was trained on; it needs {', '.join(column.name for column in self.columns)}."
             )
-        return np.concatenate([column.encode(table) for column in self.columns], axis=1).astype(np.float32)
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as such
+            return np.concatenate([column.encode(table) for column in self.columns], axis=1).astype(np.float32)
 
     def y(self, table: Table) -> NDArray[Any]:
         """The labels as class indices, or the scaled targets of a regression."""
@@ -299,12 +302,62 @@ class Encoding:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Encoding:
-        """The inverse of ``to_dict``."""
-        columns = tuple(Column(**{**column, "categories": tuple(column["categories"])}) for column in values["columns"])
-        image = values["image"] and (str(values["image"][0]), int(values["image"][1]), int(values["image"][2]))
-        lists = {"columns": columns, "classes": tuple(values["classes"]), "shape": tuple(values["shape"])}
-        known = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
-        return cls(**{**known, **lists, "image": image})
+        """The inverse of ``to_dict``; raises a ValueError for values that it cannot have written."""
+        if values.get("version", 1) != 1:
+            raise ValueError(f"it has the version {values['version']!r}, but this one reads 1")
+        described, image = _given(values, "columns", list), values.get("image")
+        columns = tuple(_read_column(column) for column in described)
+        target, client = _given(values, "target", str), values.get("client")
+        shape = tuple(_given(values, "shape", list))
+        if not isinstance(client, str | None):
+            raise ValueError("its client is no name")
+        if not all(_is_size(size) for size in shape) or math.prod(shape) > MAX_INPUTS:
+            raise ValueError(f"its shape must be whole numbers from 1, and {MAX_INPUTS:,} together at most")
+        if columns and shape != (sum(len(column.names) for column in columns),):
+            raise ValueError("its shape is not that of its columns")
+        if image is not None:
+            mode, *size = image if isinstance(image, list) and len(image) == 3 else [None]
+            if mode not in ("L", "RGB") or not all(map(_is_size, size)) or math.prod(size) > MAX_INPUTS:
+                raise ValueError('its image must be "L" or "RGB", and a height and a width')
+            image = (mode, *size)
+        mean, scale = _read_scaling(values)
+        return cls(columns, target, client, _read_texts(values, "classes"), mean, scale, shape, image)
+
+
+def _given(values: Any, key: str, kind: type) -> Any:
+    if not isinstance(values, Mapping) or not isinstance(values.get(key), kind):
+        raise ValueError(f"its {key} must be a {kind.__name__}")
+    return values[key]
+
+
+def _read_texts(values: Any, key: str) -> tuple[str, ...]:
+    texts = _given(values, key, list)
+    if not all(isinstance(text, str) for text in texts) or len({*texts}) < len(texts):
+        raise ValueError(f"its {key} must be different texts")
+    return tuple(texts)
+
+
+def _read_scaling(values: Mapping[str, Any]) -> tuple[float, float]:
+    """The mean and the scale, by which values are divided."""
+    pair = [values.get(key) for key in ("mean", "scale")]
+    for number in pair:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError("its mean and scale must be numbers")
+    mean, scale = (float(number) for number in pair if number is not None)
+    if scale <= 0:
+        raise ValueError("its scale must be above 0")
+    return mean, scale
+
+
+def _read_column(values: Any) -> Column:
+    name, kind = _given(values, "name", str), _given(values, "kind", str)
+    if kind not in (NUMBER, FLAG, TEXT):
+        raise ValueError(f"its column {name[:60]!r} must be one of {NUMBER}, {FLAG}, {TEXT}")
+    return Column(name, kind, *_read_scaling(values), _read_texts(values, "categories"))
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MAX_INPUTS
 
 
 def fit_encoding(

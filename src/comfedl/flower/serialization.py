@@ -13,8 +13,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from safetensors.torch import load, save
 from torch import Tensor
 
-from comfedl.core.reply_validation import REAL
 from comfedl.utils.errors import MalformedMessage
+from comfedl.utils.files import SAFETENSORS_DTYPES
 from comfedl.utils.tree import Tree
 
 TENSORS, TEXT, KIND = "tensors", "text", "safetensors"
@@ -93,7 +93,7 @@ def decode(content: RecordDict, limit: int | None = None) -> tuple[dict[str, Any
         raise MalformedMessage(f"it cannot be read ({type(error).__name__})") from error
     if not isinstance(body, dict):
         raise MalformedMessage("its text is not an object")
-    odd = next((tensor.dtype for tensor in tensors.values() if tensor.dtype not in REAL), None)
+    odd = next((tensor.dtype for tensor in tensors.values() if tensor.dtype not in SAFETENSORS_DTYPES), None)
     if odd is not None:
         raise MalformedMessage(f"it has numbers of the type {odd}, which no model has")
     return body, tensors

@@ -23,6 +23,7 @@ from comfedl.training.fit import fit_on
 from comfedl.training.result import Result
 from comfedl.utils.errors import ConfigError, RunFolderError
 from comfedl.utils.files import write_atomic
+from comfedl.utils.read_back import is_whole, read_object
 from comfedl.utils.toml import to_toml
 
 ATTENDANCE, SITES = "sites.jsonl", "sites.json"
@@ -49,8 +50,11 @@ class Attendance(Callback):
         if not self._resume or path is None or not path.exists():
             return None
         try:
-            stored = json.loads(path.read_text("utf-8"))
-            return KnownSites({str(k): int(v) for k, v in stored["samples"].items()}, tuple(map(int, stored["shape"])))
+            stored = read_object(path)
+            samples, shape = stored["samples"], tuple(stored["shape"])
+            if not samples or not all(is_whole(number, 1) for number in (*samples.values(), *(n + 1 for n in shape))):
+                raise ValueError("its numbers are not those of sites")
+            return KnownSites(dict(samples), shape)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFolderError(f"{path} cannot be read; start a new run with --force.") from error
 

@@ -37,6 +37,7 @@ from comfedl.utils import torchrun
 from comfedl.utils.errors import ConfigError, DataError, Diverged, RunFolderError
 from comfedl.utils.files import remove_partial_files, write_atomic
 from comfedl.utils.lock import is_locked, release_lock, still_locked, take_lock
+from comfedl.utils.read_back import read_object, read_rows, read_text, unreadable
 from comfedl.utils.signals import install_handlers, restore_handlers
 from comfedl.utils.toml import to_toml
 from comfedl.utils.tree import Tree
@@ -180,7 +181,7 @@ class RunFolder(Callback):
             return None, [], ClientRows()
         with readable(self.path):
             self._take_lock()
-            written = (self.path / "config.toml").read_text(encoding="utf-8", errors="replace")
+            written = read_text(self.path / "config.toml")
             if not _same_run(written, self._settings):
                 raise RunFolderError(
                     f"{self.path} holds a run with another config ({_difference(written, self._settings)}); resume it "
@@ -198,10 +199,9 @@ class RunFolder(Callback):
                 if saved is not None:
                     size, checksum = (saved.regular if longer else saved.records)[name]
                 self._digests[name] = _truncate(self.path / name, size, checksum)
-            rows, client_rows = (
-                list(_rows(self.path / RECORDS[0])),
-                ClientRows.read(_rows(self.path / RECORDS[1]), names),
-            )
+            rows = list(read_rows(self.path / RECORDS[0]))
+            with unreadable(self.path / RECORDS[1], "start over with --force"):
+                client_rows = ClientRows.read(read_rows(self.path / RECORDS[1]), names)
             for name in ("summary.json", "model.safetensors", LAST_MODEL):  # of a finished run that gets more rounds
                 (self.path / name).unlink(missing_ok=True)
             if (self.path / "personal").is_dir():
@@ -388,10 +388,11 @@ def _same_run(written: str, settings: Mapping[str, Any]) -> bool:
     """Whether a recorded config is of the same run, on whichever engine."""
     try:
         recorded, given = tomllib.loads(written), tomllib.loads(to_toml(settings))
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
         return False
     # Another number of rounds makes it longer; of early stopping, only the measure must stay.
-    measures = [settings.get("stop", {}).get("metric") for settings in (recorded, given)]
+    stops = [settings.get("stop", {}) for settings in (recorded, given)]
+    measures = [stop.get("metric") if isinstance(stop, dict) else None for stop in stops]
     keys = {*recorded, *given} - {*PLACES, "rounds", "stop"}
     return measures[0] == measures[1] and all(recorded.get(key) == given.get(key) for key in keys)
 
@@ -408,20 +409,13 @@ def _truncate(path: Path, size: int, checksum: str) -> hashlib._Hash:
     return digest
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
-
-
 def finished_row(path: Path, settings: Mapping[str, Any]) -> Row | None:
     """The row of the model of a finished run with exactly these settings; None if there is no such run."""
-    if not (path / "summary.json").exists() or (path / "config.toml").read_text("utf-8") != to_toml(settings):
+    if not (path / "summary.json").exists() or read_text(path / "config.toml") != to_toml(settings):
         return None
-    rows, chosen = (
-        list(_rows(path / "rounds.jsonl")),
-        json.loads((path / "summary.json").read_text("utf-8")).get("round"),
-    )
+    rows, chosen = list(read_rows(path / "rounds.jsonl")), read_object(path / "summary.json").get("round")
+    if not rows:
+        raise RunFolderError(f"{path / 'rounds.jsonl'} has no rows, but the run has finished; give another --out.")
     return next((row for row in rows if row["round"] == chosen), rows[-1])
 
 
