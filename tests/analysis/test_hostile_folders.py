@@ -5,13 +5,20 @@ The rows are those of the attacks found by hand.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import os
+import re
 import shutil
+import socket
 import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Callable, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +30,7 @@ import comfedl as cf
 from comfedl.analysis.compare import rows_to_csv
 from comfedl.analysis.evaluate import evaluate
 from comfedl.analysis.read_runs import last_rows, read_run
+from comfedl.analysis.web_server import MAX_CONNECTIONS, make_server
 from comfedl.cli import main
 from comfedl.config.build import without_imports
 from comfedl.config.schema import parse_config, run_config
@@ -308,3 +316,40 @@ def test_row_16_texts_in_csv_are_no_formulas() -> None:
         ["'=HYPERLINK(1)", "-0.5", ""],
         ["b", "", "1.0"],
     ]
+
+
+def test_row_16_metric_names_are_escaped_where_plotly_would_read_html() -> None:
+    """A metric called <a href=...> became a live link in the title of an axis."""
+    script = resources.files("comfedl.analysis").joinpath("page.js").read_text("utf-8")
+    titles = re.findall(r"title: \{ text: (`[^`]*`)", script)
+    assert titles
+    inserted = [value for title in titles for value in re.findall(r"\$\{(.*?)\}", title)]
+    assert inserted and all(value.startswith("escaped(") for value in inserted)
+
+
+def test_row_16_the_live_server_bounds_its_connections(run: Path) -> None:
+    """600 half-open requests took 602 threads and 707 MB."""
+    pytest.importorskip("plotly")
+    before = threading.active_count()
+    with make_server([run], "127.0.0.1", 0) as server:
+        address = ("127.0.0.1", int(server.server_address[1]))
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        held = [socket.create_connection(address, timeout=10) for _ in range(100)]
+        for connection in held:
+            with contextlib.suppress(OSError):
+                connection.sendall(b"GET / HT")
+        time.sleep(0.5)
+        assert threading.active_count() - before <= MAX_CONNECTIONS + 2
+        for connection in held:
+            connection.close()
+        until = time.monotonic() + 10
+        while True:  # and serves again
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/data.json", timeout=10) as answer:
+                    assert answer.status == 200
+                break
+            except OSError:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        server.shutdown()

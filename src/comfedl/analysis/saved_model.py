@@ -72,10 +72,7 @@ def read_inputs(run: SavedRun, data: Path) -> tuple[list[str], Tensor]:
         files = [file for file in files if file.suffix.lower() in IMAGES]
         if not files:
             raise DataError(f"{data} is neither an image nor a folder of images (PNG, JPEG).")
-        try:
-            images = [torch.from_numpy(read_image(file, mode, (height, width), resize=True)) for file in files]
-        except OSError as error:
-            raise DataError(f"An image of {data} cannot be read ({error}).") from None
+        images = [torch.from_numpy(read_image(file, mode, (height, width), resize=True)) for file in files]
         names, x = [file.name for file in files], torch.stack(images)
     else:
         if data.suffix.lower() not in (".npz", ".safetensors"):

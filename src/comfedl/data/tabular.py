@@ -25,6 +25,7 @@ NUMBER, FLAG, TEXT = "number", "flag", "text"
 MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "NULL", "None"})
 """The cells of a CSV file that mean a missing value."""
 MAX_CATEGORIES = 1000
+FEW_NUMBERS = 20  # so many distinct numbers may be categories, as grades are
 MAX_INPUTS = 1 << 26  # numbers in one sample
 
 
@@ -149,6 +150,11 @@ def as_table(frame: Any) -> Table:
     if isinstance(frame, Table):
         return frame
     if isinstance(frame, Mapping):
+        masked = next((name for name, values in frame.items() if np.ma.is_masked(values)), None)
+        if masked is not None:
+            raise DataError(
+                f"Column {masked!r} is a masked array with masked values; fill them in, or give NaN for them."
+            )
         columns = {name: np.asarray(values) for name, values in frame.items()}
     elif hasattr(frame, "columns") and hasattr(frame, "__getitem__"):
         names = list(frame.columns)
@@ -410,6 +416,7 @@ def _fit_column(table: Table, name: str, train: NDArray[np.bool_], scale: bool) 
         raise table.missing_error(name, missing)
     if kind == TEXT:
         categories = sort_labels(table.strings(name))
+        _refuse_mostly_numbers(table, name)
         if len(categories) > MAX_CATEGORIES:
             raise DataError(
                 f"Column {name!r} of {table.source} has {len(categories)} distinct strings; leave it out (drop), or "
@@ -419,6 +426,31 @@ def _fit_column(table: Table, name: str, train: NDArray[np.bool_], scale: bool) 
     if kind == NUMBER and not np.isfinite(values).all():
         raise DataError(f"Column {name!r} of {table.source} has infinite values; replace them.")
     return Column(name, kind, *(_mean_and_std(values[train]) if scale and kind == NUMBER else ()))
+
+
+def _refuse_mostly_numbers(table: Table, name: str) -> None:
+    """Refuse a column of numbers with a few texts, or with decimal commas: each number would become a category."""
+    texts = table.strings(name)
+    odd = [row for row, text in enumerate(texts) if not _is_number(text)]
+    distinct = {text for text in texts if _is_number(text)}
+    if len(odd) < len(texts) / 2 and len(distinct) > FEW_NUMBERS:
+        raise DataError(
+            f"Column {name!r} of {table.source} has numbers in {len(texts) - len(odd)} of {len(texts)} rows, but "
+            f'{texts[odd[0]]!r} in row {odd[0] + 1}; leave such cells empty and use missing="drop", or drop the column.'
+        )
+    commas = {text for text in texts if re.fullmatch(r"[+-]?\d+,\d+", text)}
+    if len(commas) > FEW_NUMBERS and sum(text in commas for text in texts) > len(texts) / 2:
+        raise DataError(
+            f"Column {name!r} of {table.source} has decimal commas such as {min(commas)!r}; write numbers with a point."
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _mean_and_std(values: NDArray[np.float64]) -> tuple[float, float]:
