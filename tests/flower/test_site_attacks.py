@@ -18,8 +18,9 @@ import torch
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 
 import comfedl as cf
-from comfedl.config.schema import Config
+from comfedl.config.schema import Config, parse_config
 from comfedl.flower import serialization
+from comfedl.flower.local_trial import LocalTrial, run_local
 from comfedl.flower.registry import capped
 from comfedl.flower.server import serve
 from comfedl.utils.errors import BadReply
@@ -299,3 +300,18 @@ def test_row_13_a_header_that_promises_too_much_is_refused() -> None:
 
 def test_row_9_models_that_are_not_finite_are_still_refused(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     attacked(three_clients, tmp_path, config(rounds=6), altered(lambda leaf: leaf * math.inf), "not finite")
+
+
+def test_a_trial_that_fails_leaves_a_folder_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One called like that of the clients' states was removed with all that was in it."""
+
+    def fail(self: LocalTrial) -> None:
+        raise cf.ConfigError("no link")
+
+    monkeypatch.setattr(LocalTrial, "start_link", fail)
+    (tmp_path / "out" / "sites").mkdir(parents=True)
+    (tmp_path / "out" / "sites" / "mine.txt").write_text("mine")
+    data = {"name": "digits", "partition": "iid", "clients": 2}
+    with pytest.raises(cf.ConfigError, match="no link"):
+        run_local(parse_config({"data": data, "algorithm": {"name": "fedavg"}}), tmp_path / "out")
+    assert (tmp_path / "out" / "sites" / "mine.txt").read_text() == "mine"

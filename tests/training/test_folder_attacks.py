@@ -192,3 +192,17 @@ def test_row_16_the_seconds_of_a_resumed_run_add_up(three_clients: cf.FederatedD
     for rounds in (4, 6):  # stopped and gone on with, then made longer
         result = run(three_clients, tmp_path / "run", rounds=rounds, resume=True)
         assert result.seconds >= 1.0
+
+
+def test_what_is_called_a_later_checkpoint_does_not_push_out_the_real_ones(
+    three_clients: cf.FederatedData, tmp_path: Path
+) -> None:
+    """Two folders with names that sort last made every checkpoint be deleted as soon as it was written."""
+
+    def interrupt() -> None:
+        for name in ("round-999999998", "round-odd"):
+            (tmp_path / "run" / "checkpoint" / name).mkdir(exist_ok=True)
+
+    run(three_clients, tmp_path / "run", callbacks=[At(1, interrupt)], checkpoint_every=1)
+    found = {path.name for path in (tmp_path / "run" / "checkpoint").iterdir()}
+    assert {"round-000000003", "round-000000004"} <= found

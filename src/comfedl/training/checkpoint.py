@@ -119,7 +119,9 @@ def write(
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    for old in _checkpoints(folder)[KEPT:]:
+    # Those of later rounds are damaged, or they would have been resumed from; they do not push out good ones.
+    earlier = [path for path in _checkpoints(folder) if path.name <= final.name]
+    for old in earlier[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
