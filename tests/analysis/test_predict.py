@@ -53,10 +53,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def trained(loss: str = "cross_entropy", out: str = "run", **changes: Any) -> tuple[cf.Result, SavedRun]:
+def trained(
+    loss: str = "cross_entropy", out: str = "run", trust: bool = False, **changes: Any
+) -> tuple[cf.Result, SavedRun]:
     settings = {"rounds": 8, "loss": loss, "data": TABLE, "algorithm": METHOD, **changes}
     result = run_config(parse_config(settings), out=Path(out))
-    return result, cf.load_run(out)
+    return result, cf.load_run(out, trust=trust)
 
 
 def rows_of(text: str) -> list[dict[str, str]]:
@@ -232,7 +234,7 @@ def token_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[cf.Result, S
     monkeypatch.syspath_prepend(str(here))
     monkeypatch.delitem(sys.modules, "tokens", raising=False)
     np.savez("new.npz", x=np.arange(24, dtype=np.uint8).reshape(6, 4) % 6, y=np.arange(6) % 2)
-    return trained(data={"name": "tokens:make_data"}, model={"name": "tokens:make_model"})
+    return trained(data={"name": "tokens:make_data"}, model={"name": "tokens:make_model"}, trust=True)
 
 
 def test_a_model_with_an_embedding_is_served(
@@ -250,7 +252,7 @@ def test_a_model_with_an_embedding_is_served(
     assert all(row["loss"] == pytest.approx(last[row["client"]]["train.loss"]) for row in evaluate(run).rows)
     assert personalize(run, Path("new.npz"), Path("new.safetensors"), steps=2, held_out=0.5).held_out
     for command in (["predict", "run", "new.npz"], ["evaluate", "run", "--data", "new.npz"]):
-        assert comfedl(*command)[0] == 0
+        assert comfedl(*command, "--trust")[0] == 0
 
 
 def test_inputs_that_an_embedding_cannot_take_are_refused(token_run: tuple[cf.Result, SavedRun]) -> None:

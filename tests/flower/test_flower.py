@@ -284,7 +284,7 @@ def altered(change: Any) -> Any:
 FAULTS = {
     "no reply in time": (nothing, None),
     "killed": (gone, None),
-    "rubbish": (rubbish, None),
+    "rubbish": (rubbish, "does not match the request"),
     "NaN": (altered(lambda leaf: leaf * torch.nan), "not finite"),
     "wrong shapes": (altered(lambda leaf: leaf[:1]), "and not"),
 }

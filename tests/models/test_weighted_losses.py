@@ -137,7 +137,7 @@ def test_a_config_trains_like_python_and_can_be_evaluated(tmp_path: Path, loss: 
     data = parsed.make_data()
     same = cf.fit(parsed.make_model(data), data, parsed.make_algorithm(), 2, loss=wanted)
     assert all(torch.equal(part, same.params[name]) for name, part in result.params.items())
-    scores = evaluate(cf.load_run(tmp_path / "run"), "validation").summary
+    scores = evaluate(cf.load_run(tmp_path / "run", trust=True), "validation").summary
     for key in ("loss.mean", "accuracy.worst"):
         assert scores[key] == pytest.approx(result.rounds[-1][f"validation.{key}"], abs=1e-5)
 

@@ -27,6 +27,7 @@ from comfedl.training import checkpoint, run_folder
 from comfedl.training.callbacks import Callback
 from comfedl.utils import tree
 from comfedl.utils.errors import QuorumError
+from comfedl.utils.lock import is_locked
 
 SAME = ("config.toml", "rounds.jsonl", "clients.jsonl", "model.safetensors")
 
@@ -335,7 +336,7 @@ def test_a_checkpoint_from_the_future(three_clients: cf.FederatedData, tmp_path:
 
 def test_nothing_is_a_pickle(three_clients: cf.FederatedData, tmp_path: Path) -> None:
     for saved in stopped(three_clients, tmp_path / "cut"):
-        assert sorted(path.name for path in saved.iterdir()) == ["meta.json", "tensors.safetensors"]
+        assert sorted(path.name for path in saved.iterdir()) == ["meta.json", "seconds.json", "tensors.safetensors"]
         assert load_file(saved / "tensors.safetensors")
 
 
@@ -471,7 +472,7 @@ def test_a_folder_is_locked_while_a_run_writes_it(three_clients: cf.FederatedDat
                     run(three_clients, tmp_path / "run", **options)
 
     run(three_clients, tmp_path / "run", rounds=2, callbacks=[Second()])
-    assert not (tmp_path / "run" / ".lock").exists()
+    assert not is_locked(tmp_path / "run")
     run(three_clients, tmp_path / "other", rounds=2)
     assert files(tmp_path / "run") == files(tmp_path / "other")
 

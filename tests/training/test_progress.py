@@ -27,6 +27,7 @@ from comfedl.training.client_records import Evaluation
 from comfedl.training.progress import JsonLines, Progress, make_progress, seen
 from comfedl.tuning.progress import SearchProgress
 from comfedl.utils.errors import ConfigError
+from comfedl.utils.lock import release_lock, take_lock
 from comfedl_reproduction import runner
 from helpers.handmade import write_run
 
@@ -119,17 +120,18 @@ def copy_round(source: Path, folder: Path, number: int) -> None:
 def test_watch_waits_for_a_run_and_follows_it_to_its_end(tmp_path: Path) -> None:
     whole, run = write_run(tmp_path / "whole"), tmp_path / "run"
     watched, said = follower(run)
-    steps = iter([0, 1, 2, 4, "end"])
+    steps, held = iter([0, 1, 2, 4, "end"]), []
 
     def go_on(_: float) -> None:
         """What happens while the watcher waits."""
         step = next(steps)
         if step == 0:
             run.mkdir()
-            (run / ".lock").touch()
+            held.append(take_lock(run))
             (run / "config.toml").write_bytes((whole / "config.toml").read_bytes())
         elif step == "end":
             (run / "summary.json").write_bytes((whole / "summary.json").read_bytes())
+            release_lock(run, held.pop())
         else:
             copy_round(whole, run, step)
 

@@ -16,6 +16,7 @@ from comfedl.training.callbacks import Callback
 from comfedl.training.progress import Progress
 from comfedl.training.run_folder import check_free, finished_row
 from comfedl.utils import checks
+from comfedl.utils.csv_cells import without_formulas
 from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.files import write_atomic
 
@@ -75,9 +76,10 @@ class Comparison:
 def rows_to_csv(rows: Sequence[Row]) -> str:
     """CSV with a column for every key that occurs."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(without_formulas(names))
+    writer.writerows(without_formulas([row.get(name, "") for name in names]) for row in rows)
     return text.getvalue()
 
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
+from comfedl.config.build import without_imports
 from comfedl.config.data_schema import SampleSpec
-from comfedl.config.schema import Config, parse_config, read_settings
+from comfedl.config.schema import Config, parse_config
 from comfedl.core.learner import Params
 from comfedl.data.tabular import Encoding
 from comfedl.models.functional import with_tensors
 from comfedl.training import checkpoint
-from comfedl.training.personal_models import MODELS, PersonalModels, file_name
+from comfedl.training.personal_models import NAMES, PersonalModels, file_name
 from comfedl.training.result import MOST_NAMED
+from comfedl.training.run_folder import recover_replaced
+from comfedl.utils import read_back
 from comfedl.utils.errors import ConfigError, RunFolderError, nearest
+from comfedl.utils.read_back import read_object, read_rows, read_toml, unreadable
+
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,12 @@ class SavedRun:
         """The untrained model, built from the config unless it was given."""
         if self.given is not None:
             return self.given
-        return self.settings.build_model(self._sample_spec.shape, self._sample_spec.outputs)
+        shape, outputs = self._sample_spec.shape, self._sample_spec.outputs
+        if ":" not in self.settings.model.name:  # a damaged config may ask for any size: compare before it takes memory
+            with torch.device("meta"):
+                described = self.settings.build_model(shape, outputs)
+            check_shapes(described, self.tensors, self.path)
+        return self.settings.build_model(shape, outputs)
 
     @property
     def outputs(self) -> int:
@@ -82,6 +93,7 @@ class SavedRun:
 
     def with_tensors(self, tensors: Params, source: Path) -> nn.Module:
         """The model with these tensors, which were read from ``source``."""
+        check_shapes(self.module, tensors, source)
         try:
             return with_tensors(self.module, tensors)
         except (KeyError, RuntimeError) as error:
@@ -90,22 +102,27 @@ class SavedRun:
     @cached_property
     def clients(self) -> Sequence[str]:
         """The client names, from the records."""
-        with (self.path / "clients.jsonl").open(encoding="utf-8") as file:
-            return sorted({json.loads(line)["client"] for line in file})
+        return sorted({str(row["client"]) for row in read_rows(self.path / "clients.jsonl")})
 
     def personal(self, client: str) -> Params:
         """The tensors of a client's personal model."""
         folder = self.path / "personal"
-        packed = PersonalModels(folder) if (folder / MODELS).exists() else None  # runs with many clients use one file
+        packed = PersonalModels(folder) if (folder / NAMES).exists() else None  # runs with many clients use one file
         if packed is not None and client in packed:
             return packed[client]
-        file = folder / f"{file_name(client)}.safetensors"
-        if file.exists():
-            return read_tensors(file)
+        for name in (file_name(client, distinct=True), file_name(client)):
+            if f"{name}.safetensors" in self._personal_files:
+                return read_tensors(folder / f"{name}.safetensors")
         if client not in (self.clients if packed is None else packed.names):
             suggestions = self.clients if len(self.clients) <= MOST_NAMED else []
             raise ConfigError(f"{client!r} is not a client of this run; {nearest(client, suggestions)}.")
         raise RunFolderError(f"{self.path} has no personal models (save_personal = false); leave the client out.")
+
+    @cached_property
+    def _personal_files(self) -> frozenset[str]:
+        """The names of the files as they are written: "Ward" is not "ward", whatever the file system says."""
+        folder = self.path / "personal"
+        return frozenset(os.listdir(folder)) if folder.is_dir() else frozenset()
 
     @property
     def has_personal(self) -> bool:
@@ -113,19 +130,39 @@ class SavedRun:
         return (self.path / "personal").is_dir()
 
 
-def load_run(path: str | Path, model: nn.Module | None = None) -> SavedRun:
+def check_shapes(module: nn.Module, tensors: Params, source: Path) -> None:
+    """Check that saved tensors are those of a model, by name and shape."""
+    own = {name: tuple(part.shape) for name, part in (*module.named_parameters(), *module.named_buffers())}
+    found = {name: tuple(part.shape) for name, part in tensors.items()}
+    for name in sorted(own.keys() | found.keys()):
+        if own.get(name) != found.get(name) and (name in found or name in dict(module.named_parameters())):
+            given, needed = found.get(name, "missing"), own.get(name, "no part of the model")
+            raise RunFolderError(
+                f"The tensors of {source} do not fit the model: {name} is {given} there, and {needed} in the model."
+            )
+
+
+def load_run(path: str | Path, model: nn.Module | None = None, *, trust: bool = False) -> SavedRun:
     """Load a run; ``model`` is needed if the run was started from Python, not from a config.
 
     A run that was stopped, or is still going on, has the model of its last checkpoint.
+
+    Args:
+        path: the run's folder. It may come from somebody else: its files are read without executing anything.
+        model: the model, if no config says what it is.
+        trust: import the code that its config names as "module:function", such as a model or a data set of one's own.
+            Without it such a run is not loaded.
 
     >>> load_run("nowhere")
     Traceback (most recent call last):
     comfedl.utils.errors.RunFolderError: nowhere holds no run; give the folder of a run.
     """
     folder = Path(path)
+    with contextlib.suppress(OSError):  # it may be somebody else's, to be read only
+        recover_replaced(folder)
     if not (folder / "config.toml").is_file():
         raise RunFolderError(f"{folder} holds no run; give the folder of a run.")
-    settings = read_settings(folder / "config.toml")
+    settings = read_toml(folder / "config.toml")
     unfinished = None
     if (folder / "summary.json").is_file():
         tensors = read_tensors(folder / "model.safetensors")
@@ -140,19 +177,21 @@ def load_run(path: str | Path, model: nn.Module | None = None) -> SavedRun:
     from_config = {"data", "model", "algorithm"} <= settings.keys()
     encoding = None
     if (folder / "data.json").exists():
-        try:
-            encoding = Encoding.from_dict(json.loads((folder / "data.json").read_text("utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunFolderError(f"{folder / 'data.json'} cannot be read ({error}).") from None
-    return SavedRun(folder, tensors, parse_config(settings) if from_config else None, encoding, model, unfinished)
+        described = read_object(folder / "data.json")
+        with unreadable(folder / "data.json"):
+            encoding = Encoding.from_dict(described)
+    config = _parse(folder, settings, trust) if from_config else None
+    return SavedRun(folder, tensors, config, encoding, model, unfinished)
+
+
+def _parse(folder: Path, settings: Settings, trust: bool) -> Config:
+    """The config of a run folder, whose text may be anybody's; every import that it asks for is made in here."""
+    with contextlib.nullcontext() if trust else without_imports(folder), unreadable(folder / "config.toml"):
+        return parse_config(settings)
 
 
 def read_tensors(file: Path) -> Params:
-    """The tensors of a .safetensors file."""
-    try:
-        tensors: Params = load_file(file)
-    except FileNotFoundError:
-        raise RunFolderError(f"There is no model file {file}; check the name.") from None
-    except (OSError, SafetensorError) as error:
-        raise RunFolderError(f"{file} cannot be read as a model ({error}); give a .safetensors file.") from None
-    return tensors
+    """The tensors of a model's file."""
+    if not file.is_file():
+        raise RunFolderError(f"There is no model file {file}; check the name.")
+    return read_back.read_tensors(file)

@@ -206,7 +206,7 @@
       annotations.push({ x: 0, xref: "paper", xanchor: "left", y: rows - 1 - i + 0.29, yanchor: "bottom", text: escaped(clipped(method.name, 44)), showarrow: false, font: { size: 13, color: css("--ink") } });
     });
     const plot = card(byId("strip"), "strip", "", "");
-    draw(plot, traces, { annotations, height: 96 * rows + 60, margin: { l: 10, r: 14, t: 8, b: 44 }, xaxis: { title: { text: `${words(metric())}, ${state.split} data` } }, yaxis: { visible: false, range: [-0.45, rows - 0.3], fixedrange: true } }, (point) => { if (point.customdata) isolate(point.customdata[0]); });
+    draw(plot, traces, { annotations, height: 96 * rows + 60, margin: { l: 10, r: 14, t: 8, b: 44 }, xaxis: { title: { text: `${escaped(words(metric()))}, ${escaped(state.split)} data` } }, yaxis: { visible: false, range: [-0.45, rows - 0.3], fixedrange: true } }, (point) => { if (point.customdata) isolate(point.customdata[0]); });
     flush(byId("strip"));
   };
 

@@ -16,7 +16,8 @@ from comfedl.analysis.saved_model import load_learner, model_errors, read_inputs
 from comfedl.core.learner import chunks
 from comfedl.data.tabular import Encoding
 from comfedl.models.losses import REGRESSIONS
-from comfedl.utils.errors import ConfigError
+from comfedl.utils.csv_cells import without_formulas
+from comfedl.utils.errors import ConfigError, DataError
 
 
 def predict(run: SavedRun, data: Path, client: str | None = None, model: Path | None = None) -> str:
@@ -35,9 +36,15 @@ def predict(run: SavedRun, data: Path, client: str | None = None, model: Path | 
         for part, _ in chunks((x, x)):
             output, _ = learner.output(state["params"], state["buffers"], part, train=False)
             outputs.append(output)
+    whole = torch.cat(outputs).double()
+    if not bool(whole.isfinite().all()):
+        row = int((~whole.isfinite()).reshape(len(whole), -1).any(dim=1).nonzero()[0])
+        raise DataError(
+            f"The model's output for {names[row]!r} of {data} is NaN or infinite; check this sample's values."
+        )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows(_rows(run, names, torch.cat(outputs).double()))
+    writer.writerows(map(without_formulas, _rows(run, names, whole)))
     return text.getvalue()
 
 

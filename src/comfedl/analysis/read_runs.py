@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from comfedl.core.client_statistics import Row
 from comfedl.models.metrics import set_direction
 from comfedl.utils.errors import ConfigError, RunFolderError
+from comfedl.utils.read_back import parse_row, read_lines, read_object, read_rows, read_toml, unreadable
 from comfedl.utils.toml import flat
 
 Settings = dict[str, Any]
-LINE_START = re.compile(rb'\{"round": (\d+), "client": ("(?:[^"\\]|\\.)*")')
+LINE_START = re.compile(rb'\{"round": (\d{1,18}), "client": ("(?:[^"\\]|\\.)*")')
 
 
 @dataclass(frozen=True)
@@ -130,27 +131,27 @@ def _natural_order(text: str) -> list[tuple[int, str]]:
 
 def read_run(folder: Path) -> Run:
     """Read a run folder in its current state."""
-    try:
-        settings = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        rounds = list(read_rows(folder / "rounds.jsonl"))
-        summary = folder / "summary.json"
-        ended = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
-        seconds = ended.get("seconds")
-    except (OSError, ValueError) as error:  # not TOML, JSON or UTF-8
-        raise RunFolderError(f"{folder} cannot be read as a run ({error}); give another folder.") from None
+    settings, summary = read_settings(folder / "config.toml"), folder / "summary.json"
+    rounds = list(read_rows(folder / "rounds.jsonl"))
+    ended = read_object(summary) if summary.exists() else {}
+    seconds, chosen, stopped = ended.get("seconds"), ended.get("round"), ended.get("stopped")
+    finite = isinstance(seconds, int | float | None) and math.isfinite(seconds or 0)
+    if not finite or not isinstance(chosen, int | None) or not isinstance(stopped, str | None):
+        raise RunFolderError(f"{summary} cannot be read (it is no summary of a run); give another folder.")
     for metric in settings.get("metrics", []):
         if isinstance(metric, dict) and isinstance(metric.get("name"), str):
             set_direction(metric["name"], metric.get("smaller_is_better") is True)
-    chosen, stopped = ended.get("round"), ended.get("stopped")
     return Run(settings, rounds, seconds is not None, seconds, folder, model_round=chosen, stopped=stopped)
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a JSONL file, without a last line that is still being written."""
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
+def read_settings(path: Path) -> Settings:
+    """A run's config, as far as every report relies on it."""
+    settings = read_toml(path)
+    of_kind = {"algorithm": dict, "data": dict, "model": dict, "metrics": list, "rounds": int, "seed": int}
+    for key, kind in of_kind.items():
+        if key in settings and not isinstance(settings[key], kind):
+            raise RunFolderError(f"{path} cannot be read ({key} is no {kind.__name__}); give another folder.")
+    return settings
 
 
 def last_rows(path: Path) -> list[Row]:
@@ -159,7 +160,7 @@ def last_rows(path: Path) -> list[Row]:
         return []
     size, window = path.stat().st_size, 1 << 16
     while True:
-        with path.open("rb") as file:
+        with unreadable(path), path.open("rb") as file:
             file.seek(max(0, size - window))
             text = file.read(min(size, window))
         lines = text[: text.rfind(b"\n") + 1].splitlines()
@@ -167,17 +168,17 @@ def last_rows(path: Path) -> list[Row]:
             lines = lines[1:]  # the first one may be cut off
         rows: list[Row] = []
         # Only a change of round shows that the last round is in the window as a whole.
-        if lines and (window >= size or _round_of(lines[0]) != _round_of(lines[-1])):
-            last = _round_of(lines[-1])
-            rows = [json.loads(line) for line in lines if _round_of(line) == last]
+        if lines and (window >= size or _round_of(path, lines[0]) != _round_of(path, lines[-1])):
+            last = _round_of(path, lines[-1])
+            rows = [parse_row(path, None, line) for line in lines if _round_of(path, line) == last]
         if rows or window >= size:
             return rows
         window *= 4
 
 
-def _round_of(line: bytes) -> int:
+def _round_of(path: Path, line: bytes) -> int:
     start = LINE_START.match(line)
-    return int(start[1]) if start else int(json.loads(line)["round"])
+    return int(start[1]) if start else int(parse_row(path, None, line)["round"] or 0)
 
 
 def _matching_rows(path: Path, names: Sequence[str], rounds: Collection[int]) -> Iterator[Row]:
@@ -185,16 +186,13 @@ def _matching_rows(path: Path, names: Sequence[str], rounds: Collection[int]) ->
     if not path.exists():
         return
     wanted, encoded = set(names), {json.dumps(name).encode() for name in names}
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            start = LINE_START.match(line)
-            if start is not None and (int(start[1]) not in rounds or start[2] not in encoded):
-                continue
-            row = json.loads(line)
-            if row["round"] in rounds and row["client"] in wanted:
-                yield row
+    for number, line in read_lines(path):
+        start = LINE_START.match(line)
+        if start is not None and (int(start[1]) not in rounds or start[2] not in encoded):
+            continue
+        row = parse_row(path, number, line)
+        if row["round"] in rounds and row["client"] in wanted:
+            yield row
 
 
 def to_matrices(rows: Iterable[Row], names: Sequence[str]) -> ClientRecords:

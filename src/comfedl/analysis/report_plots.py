@@ -77,7 +77,7 @@ def _curves(shown: Mapping[str, Any]) -> bytes:
             marker = "o" if len(rounds) == 1 else ""
             ax.plot(rounds, mean, marker + "-", color=_colour(i), label=_escaped(method["name"]))
         ax.set_xlabel("round")
-        ax.set_ylabel(f"{shown['split']} {metric}, {'average' if statistic == 'mean' else 'worst'} client")
+        ax.set_ylabel(f"{shown['split']} {_escaped(metric)}, {'average' if statistic == 'mean' else 'worst'} client")
         ax.grid(alpha=0.25)
     axes[0].legend(frameon=False, fontsize="small")
     return _png(figure)
@@ -102,7 +102,7 @@ def _clients(shown: Mapping[str, Any]) -> bytes:
         if i:
             ax.sharey(axes[0])
         else:
-            ax.set_ylabel(f"{shown['split']} {shown['metric']} per client")
+            ax.set_ylabel(f"{shown['split']} {_escaped(shown['metric'])} per client")
     return _png(figure)
 
 
@@ -117,7 +117,7 @@ def _final(shown: Mapping[str, Any]) -> bytes:
             ax.plot(lines[:, -1], y, "o", ms=4, alpha=0.55, mew=0, color=_colour(clients["method"]))
     ax.set_yticks(range(rows), [_escaped(method["name"]) for method in reversed(shown["methods"])])
     ax.set_ylim(-0.6, rows - 0.4)
-    ax.set_xlabel(f"final {shown['split']} {shown['metric']} per client")
+    ax.set_xlabel(f"final {shown['split']} {_escaped(shown['metric'])} per client")
     ax.grid(axis="x", alpha=0.25)
     return _png(figure)
 

@@ -15,6 +15,7 @@ from comfedl.data.from_folders import IMAGES, read_arrays, read_image
 from comfedl.data.tabular import Encoding, Table, read_csv
 from comfedl.models.losses import Loss, is_balanced
 from comfedl.training.arguments import make_learner
+from comfedl.utils import tree
 from comfedl.utils.errors import ComfedlError, ConfigError, DataError
 
 
@@ -30,6 +31,11 @@ def load_learner(run: SavedRun) -> tuple[Learner, Callable[[Params], Model]]:
         raise ConfigError(f"{run.path} trained a Composition, which has no outputs and no metrics.")
 
     def to_state(tensors: Params) -> Model:
+        bad = next((name for name, part in tensors.items() if not tree.finite(part)), None)
+        if bad is not None:
+            raise DataError(
+                f"The model has NaN or infinity in {bad!r}, so it has diverged or is damaged; train it again."
+            )
         module = run.with_tensors(tensors, run.path)
         params = {name: part.detach() for name, part in module.named_parameters()}
         buffers = {name: part for name, part in module.named_buffers() if name in initial["buffers"]}
@@ -66,10 +72,7 @@ def read_inputs(run: SavedRun, data: Path) -> tuple[list[str], Tensor]:
         files = [file for file in files if file.suffix.lower() in IMAGES]
         if not files:
             raise DataError(f"{data} is neither an image nor a folder of images (PNG, JPEG).")
-        try:
-            images = [torch.from_numpy(read_image(file, mode, (height, width), resize=True)) for file in files]
-        except OSError as error:
-            raise DataError(f"An image of {data} cannot be read ({error}).") from None
+        images = [torch.from_numpy(read_image(file, mode, (height, width), resize=True)) for file in files]
         names, x = [file.name for file in files], torch.stack(images)
     else:
         if data.suffix.lower() not in (".npz", ".safetensors"):

@@ -55,7 +55,7 @@ class RunWatcher:
 
     def _poll_run(self, folder: Path) -> None:
         # Checked before reading: a run that ends in between is then still seen as running, and read once more.
-        running = not lock.SUPPORTED or (folder / ".lock").exists()
+        running = lock.is_locked(folder)
         try:
             run = read_run(folder)
         except ComfedlError:

@@ -19,6 +19,8 @@ from comfedl.analysis.report_content import ReportOptions, report_contents
 from comfedl.analysis.report_page import page, plotly_js
 from comfedl.utils.errors import ComfedlError, ConfigError
 
+MAX_CONNECTIONS = 32  # at once; a browser needs one or two
+PATIENCE = 10.0  # seconds to wait for the rest of a request
 WATCHED_FILES = ("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json")
 
 
@@ -74,6 +76,7 @@ def make_server(runs: Sequence[Path], host: str, port: int) -> ThreadingHTTPServ
 
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "comfedl", ""
+        timeout = PATIENCE
 
         def do_GET(self) -> None:
             url = urlsplit(self.path)
@@ -106,6 +109,19 @@ def make_server(runs: Sequence[Path], host: str, port: int) -> ThreadingHTTPServ
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
+        _free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            if self._free.acquire(blocking=False):
+                super().process_request(request, client_address)
+            else:
+                self.shutdown_request(request)  # each connection takes a thread, also one that never asks anything
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                self._free.release()
 
         def handle_error(self, request: Any, client_address: Any) -> None:
             """Ignore browsers that disconnect."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +28,7 @@ def local(
     from comfedl.cli.tables import show_summary
     from comfedl.config.schema import read_config
     from comfedl.flower.local_trial import run_local
+    from comfedl.utils.read_back import read_object
 
     parsed = read_config(config, set or ())
     folder = out or Path("runs") / config.stem
@@ -37,7 +37,7 @@ def local(
     except KeyboardInterrupt:
         typer.echo("interrupted; all processes are stopped; continue the run with --resume", err=True)
         sys.exit(130)
-    print_table(show_summary(json.loads((folder / "summary.json").read_text("utf-8")), parsed.algorithm.name))
+    print_table(show_summary(read_object(folder / "summary.json"), parsed.algorithm.name))
     typer.echo(f"Written to {folder}")
 
 

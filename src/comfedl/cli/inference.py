@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from comfedl.analysis.load_run import SavedRun
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Trust = Annotated[bool, typer.Option("--trust", help='Import code that the run\'s config names as "module:function".')]
 Replace = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 
 
@@ -26,6 +27,7 @@ def predict(
     model: Annotated[Path | None, typer.Option(help="Use a model file, such as personalise writes.")] = None,
     out: Annotated[Path, typer.Option(help="Where to write the predictions.")] = Path("predictions.csv"),
     force: Replace = False,
+    trust: Trust = False,
 ) -> None:
     """Predict new samples with a trained model and write a CSV file."""
     from comfedl.analysis.predict import predict as make_predictions
@@ -33,7 +35,7 @@ def predict(
     from comfedl.utils.files import write_atomic
 
     _check_writable(out, force)
-    text = make_predictions(_load(run), data, client, model)
+    text = make_predictions(_load(run, trust), data, client, model)
     with readable(out):
         write_atomic(out, text.encode())
     typer.echo(f"Written to {out}: {text.count(chr(10)) - 1} predictions")
@@ -47,6 +49,7 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(help="Labelled samples to use instead of the run's data.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the table as CSV.")] = None,
     force: Replace = False,
+    trust: Trust = False,
 ) -> None:
     """Score a trained model on each client's data."""
     from comfedl.analysis.compare import rows_to_csv
@@ -57,7 +60,7 @@ def evaluate(
 
     if out is not None:
         _check_writable(out, force)
-    scores = make_scores(_load(run), split, data)
+    scores = make_scores(_load(run, trust), split, data)
     print_table(show_scores(scores))
     if out is not None:
         with readable(out):
@@ -76,6 +79,7 @@ def personalise(
     held_out: Annotated[float, typer.Option(help="Share of the samples that is held out for scoring.")] = 0.3,
     seed: Annotated[int, typer.Option(help="Seed of the held-out samples and the batches.")] = 0,
     force: Replace = False,
+    trust: Trust = False,
 ) -> None:
     """Adapt a trained model to a new client, and show its scores before and after."""
     from comfedl.analysis.personalize import personalize
@@ -85,19 +89,20 @@ def personalise(
     target = out or Path(f"{data.stem}.safetensors")
     _check_writable(target, force)
     with readable(target):
-        found = personalize(_load(run), data, target, steps, lr, held_out, seed)
+        found = personalize(_load(run, trust), data, target, steps, lr, held_out, seed)
     typer.echo(f"Adapted with {found.steps} steps of lr {found.lr:g} on {found.adapted_on} samples.")
     print_table(show_personalized(found))
     if found.after["loss"] > found.before["loss"]:
         typer.echo("Adapting increased the held-out loss: use the global model, or a smaller --lr.")
-    typer.echo(f"Written to {target}; use it with: comfedl predict {run} DATA --model {target}")
+    command = f"comfedl predict {run} DATA --model {target}{' --trust' if trust else ''}"
+    typer.echo(f"Written to {target}; use it with: {command}")
 
 
-def _load(folder: Path) -> SavedRun:
+def _load(folder: Path, trust: bool) -> SavedRun:
     """Load a run; if it has not finished, say where it is."""
     from comfedl.analysis.load_run import load_run
 
-    run = load_run(folder)
+    run = load_run(folder, trust=trust)
     if run.unfinished is not None:
         typer.echo(run.unfinished, err=True)
     return run

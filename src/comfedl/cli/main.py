@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
+import tempfile
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Annotated
@@ -23,6 +27,8 @@ from comfedl.cli.tune import tune
 from comfedl.cli.watch import watch
 from comfedl.utils import torchrun
 from comfedl.utils.errors import ComfedlError, ConfigError, RankLost
+
+DEBUG = "COMFEDL_DEBUG"  # the environment variable that shows the traceback of an unexpected error
 
 app = typer.Typer(
     name="comfedl",
@@ -60,6 +66,28 @@ def main() -> None:
     except click.Abort:
         typer.echo("interrupted", err=True)
         sys.exit(130)
+    except BrokenPipeError:  # whoever read the output has closed it, as head does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else Python complains when it flushes at exit
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get(DEBUG):
+            raise
+        typer.echo(f"error: {_unexpected(error)}", err=True)
+        sys.exit(1)
+
+
+def _unexpected(error: Exception) -> str:
+    """One sentence on an error that nobody foresaw; the details go to a file."""
+    text = " ".join(str(error).split())[:200]
+    kind = type(error).__name__
+    said = f"{kind}: {text}" if text else kind
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="comfedl-", suffix=".log", delete=False, encoding="utf-8") as file:
+            file.write(f"comfedl {__version__}, Python {sys.version}\n{shlex.join(sys.argv)}\n\n")
+            traceback.print_exception(error, file=file)
+    except (OSError, ValueError):
+        return f"an unexpected error ({said}); {DEBUG}=1 shows the details."
+    return f"an unexpected error ({said}); the details are in {file.name}, and {DEBUG}=1 shows them here."
 
 
 @app.callback(invoke_without_command=True)

@@ -11,7 +11,10 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -116,8 +119,27 @@ def import_or_lookup(where: str, name: str, names: Mapping[str, Any]) -> Any:
     return import_object(where, name) if ":" in name else lookup(where, name, names)
 
 
+_UNTRUSTED: ContextVar[Path | None] = ContextVar("untrusted", default=None)
+
+
+@contextmanager
+def without_imports(folder: Path) -> Iterator[None]:
+    """Refuse to import what a config names, since it comes from this folder, which may be anybody's."""
+    token = _UNTRUSTED.set(folder)
+    try:
+        yield
+    finally:
+        _UNTRUSTED.reset(token)
+
+
 def import_object(where: str, name: str) -> Any:
     """Import ``"module:name"``, also from the working folder."""
+    folder = _UNTRUSTED.get()
+    if folder is not None:
+        raise ConfigError(
+            f"The config in {folder} has {where} = {name[:200]!r}, code that would be imported and run; if you know "
+            "whose folder it is, allow it with --trust (in Python: trust=True)."
+        )
     module, _, attribute = name.partition(":")
     if "" not in sys.path:  # the working folder, which is not on the path of an installed script
         sys.path.insert(0, "")

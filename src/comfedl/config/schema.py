@@ -40,6 +40,7 @@ class FlowerTable(BaseModel):
     outputs: int | None = None
     deadline: float = 600
     patience: float = 600
+    max_share: float | None = None
 
     def check(self) -> None:
         """Check the values."""
@@ -47,6 +48,9 @@ class FlowerTable(BaseModel):
         checks.positive("flower.patience", self.patience)
         if self.outputs is not None:
             checks.at_least("flower.outputs", self.outputs, 1)
+        if self.max_share is not None:
+            checks.positive("flower.max_share", self.max_share)
+            checks.at_most("flower.max_share", self.max_share, 1)
         if isinstance(self.sites, int):
             checks.at_least("flower.sites", self.sites, 1)
         elif self.sites is not None and len({*self.sites, ""}) <= len(self.sites):

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from comfedl.core.learner import Model
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, PARAMS, Replies
 from comfedl.utils import tree
 from comfedl.utils.errors import BadReply, QuorumError
+from comfedl.utils.files import SAFETENSORS_DTYPES
 from comfedl.utils.tree import Tree
 
 QUARANTINE = 3  # refused replies after which a client is not asked again
@@ -67,13 +69,14 @@ class ReplyValidator:
             if wanted is not None:
                 found = _signature(value) if isinstance(value, dict) else {}
                 if found.keys() != wanted.keys():
-                    odd = sorted(found.keys() ^ wanted.keys())[0]
-                    return f"its {part} has other tensors than the model ({odd})"
+                    odd = "/".join(sorted(found.keys() ^ wanted.keys())[0])
+                    return f"its {part} has other tensors than the model ({odd[:100]})"
                 for name, expected in wanted.items():
                     if found[name] != expected:
-                        return f"{name} of its {part} is {_format(found[name])} and not {_format(expected)}"
-            elif (sends.get(part) == NUMBERS) != isinstance(value, dict) or any(
-                leaf.ndim for leaf in tree.leaves(value)
+                        given = _format(found[name])
+                        return f"{'/'.join(name)} of its {part} is {given} and not {_format(expected)}"
+            elif (sends.get(part) == NUMBERS) != isinstance(value, dict) or not all(
+                map(_is_number, value.values() if isinstance(value, dict) else [value])
             ):
                 return f"its {part} is not a {'dict of numbers' if sends.get(part) == NUMBERS else 'number'}"
             if not tree.finite(value):
@@ -84,9 +87,20 @@ class ReplyValidator:
 ShapeAndType = tuple[torch.Size, torch.dtype]
 
 
-def _signature(model: Tree) -> dict[str, ShapeAndType]:
-    return {name: (leaf.shape, leaf.dtype) for name, leaf in tree.named_leaves(model)}
+def _signature(model: Tree, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], ShapeAndType | None]:
+    """The shape and type of each tensor by its path, and None for each dict: an empty one counts as well."""
+    if isinstance(model, Tensor):
+        return {path: (model.shape, model.dtype)}
+    found: dict[tuple[str, ...], ShapeAndType | None] = {path: None} if path else {}
+    for name, part in model.items():
+        found |= _signature(part, (*path, str(name)))
+    return found
 
 
-def _format(tensor: ShapeAndType) -> str:
-    return f"{tuple(tensor[0])} {tensor[1]}"
+def _is_number(value: Tree) -> bool:
+    """Whether it is a single real number of a type that torch can compute with."""
+    return isinstance(value, Tensor) and not value.ndim and value.dtype in SAFETENSORS_DTYPES
+
+
+def _format(tensor: ShapeAndType | None) -> str:
+    return "a dict" if tensor is None else f"{tuple(tensor[0])} {tensor[1]}"

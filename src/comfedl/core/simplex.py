@@ -103,7 +103,10 @@ def project(values: Tensor, counts: Tensor | None = None) -> Tensor:
     >>> project(torch.tensor([0.5, 1.5], dtype=torch.float64)).tolist()
     [0.0, 1.0]
     """
-    shifted = values - values.max()  # leaves the projection unchanged, and keeps the precision of large values
+    values = values.clamp(max=torch.finfo(values.dtype).max)  # infinite ones share the weight
+    # Shifting leaves the projection unchanged, and keeps the precision of large values. What is more than 1 below the
+    # largest gets no weight, so that a bound far below changes nothing but sums that would overflow.
+    shifted = (values - values.max()).clamp_(min=-2)
     if counts is not None or len(values) > MANY:
         counts = torch.ones_like(values) if counts is None else counts
         return shifted.sub_(_threshold(shifted, counts)).clamp_(min=0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from comfedl.data.federated import FederatedData
 from comfedl.data.registry import read
 from comfedl.utils import rng
 
+Pixels, Labels = NDArray[np.float32], NDArray[np.int64]
 TRAIN = {"city": 400, "town": 200, "harbour": 150, "valley": 100, "island": 100}
 VALIDATION = 160
 TURNED = "island"
@@ -17,7 +19,8 @@ def demo_sites(seed: int = 0) -> FederatedData:
     """Five sites that draw scikit-learn's digits without replacement; the images of one are turned by 90 degrees."""
     raw = read("digits")
     order, at = rng.generator(seed, "data/demo sites").permutation(len(raw.y)), 0
-    train, validation = {}, {}
+    train: dict[str, tuple[Pixels, Labels]] = {}
+    validation: dict[str, tuple[Pixels, Labels]] = {}
     for name, size in TRAIN.items():
         for split, count in ((train, size), (validation, VALIDATION)):
             rows = order[at : at + count]

@@ -275,6 +275,10 @@ class FederatedData:
 
 def _as_tensor(split: str, client: str | None, what: str, value: Any) -> Tensor:
     where = f"{what} in {split}" if client is None else f"{what} of client {client!r} in {split}"
+    if np.ma.is_masked(value):
+        raise DataError(
+            f"{where} is a masked array with masked values, which would be used; fill them in, or drop them."
+        )
     try:
         if isinstance(value, np.ndarray) and (not value.flags.writeable or any(step < 0 for step in value.strides)):
             value = value.copy()  # torch accepts neither

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+import warnings
 import zipfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,9 @@ from comfedl.utils.errors import ConfigError, DataError
 CLIENT, SPLIT = " client", " split"  # added columns; the space avoids a clash with those of the files
 ARRAYS = (".npz", ".safetensors")
 IMAGES = (".png", ".jpg", ".jpeg")
+MAX_PIXELS = 1 << 26
+MAX_UNPACKED, MAX_RATIO = 1 << 30, 100  # an archive of arrays may unpack to a gigabyte, or to so many times its size
+BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, struct.error)
 
 # (client, split or None if it is to be drawn, file)
 ClientFiles = list[tuple[str, str | None, Path]]
@@ -113,16 +120,32 @@ def read_arrays(file: Path, needed: Sequence[str] = ("x", "y")) -> list[Tensor]:
     """The arrays x and y of a file, without unpickling anything."""
     try:
         if file.suffix.lower() == ".npz":
+            _refuse_bomb(file)
             with np.load(file, allow_pickle=False) as stored:
-                arrays = {name: torch.from_numpy(np.ascontiguousarray(stored[name])) for name in stored.files}
+                available = list(stored.files)
+                found = {name: np.ascontiguousarray(stored[name]) for name in needed if name in available}
+                arrays = {name: torch.from_numpy(array) for name, array in found.items()}
         else:
             arrays = load_file(file)
-    except (OSError, ValueError, TypeError, SafetensorError, zipfile.BadZipFile) as error:
+            available = list(arrays)
+    except DataError:
+        raise
+    except MemoryError:
+        raise DataError(f"{file} is too large for this machine's memory; give fewer samples.") from None
+    except (OSError, ValueError, TypeError, LookupError, SafetensorError, *BROKEN_ZIP) as error:
         raise DataError(f"{file} cannot be read ({error}); give an .npz or .safetensors file with x and y.") from None
     for name in needed:
         if name not in arrays:
-            raise DataError(f"{file} has no array {name!r}; it has {', '.join(arrays) or 'none'}.")
+            raise DataError(f"{file} has no array {name!r}; it has {', '.join(available) or 'none'}.")
     return [arrays[name].float() if arrays[name].dtype == torch.float64 else arrays[name] for name in needed]
+
+
+def _refuse_bomb(file: Path) -> None:
+    """Refuse an archive that would unpack to far more than it takes."""
+    with zipfile.ZipFile(file) as archive:
+        whole = sum(member.file_size for member in archive.infolist())
+    if whole > max(MAX_UNPACKED, MAX_RATIO * file.stat().st_size):
+        raise DataError(f"{file} would unpack to {whole / 1e9:.3g} GB; store its arrays without compression.")
 
 
 def _from_arrays(files: ClientFiles, shares: Shares) -> FederatedData:
@@ -141,10 +164,6 @@ def _from_arrays(files: ClientFiles, shares: Shares) -> FederatedData:
 
 
 def _from_images(folder: Path, entries: list[Path], classes: list[str], size: Any, shares: Shares) -> FederatedData:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise DataError("Images are read with Pillow, which is not installed; run: pip install pillow") from None
     files = [
         (entry.name, classes.index(sub.name), file)
         for entry in entries
@@ -156,17 +175,14 @@ def _from_images(folder: Path, entries: list[Path], classes: list[str], size: An
     ]
     if not files:
         raise DataError(f"{folder} has class folders, but no images (PNG, JPEG) in them.")
-    try:
-        with Image.open(files[0][2]) as first:
-            shape = first.size[::-1] if size is None else _parse_size(size)
-        modes = set()
-        for _, _, file in files:
-            with Image.open(file) as image:
-                modes.add(image.mode)
-        mode = "L" if modes <= {"L", "1", "I;16", "LA"} else "RGB"
-        images = [read_image(file, mode, shape, resize=size is not None) for _, _, file in files]
-    except OSError as error:
-        raise DataError(f"An image in {folder} cannot be read ({error}); replace or remove it.") from None
+    with _opened(files[0][2]) as first:
+        shape = first.size[::-1] if size is None else _parse_size(size)
+    modes = set()
+    for _, _, file in files:
+        with _opened(file) as image:
+            modes.add(image.mode)
+    mode = "L" if modes <= {"L", "1", "I;16", "LA"} else "RGB"
+    images = [read_image(file, mode, shape, resize=size is not None) for _, _, file in files]
     x = torch.from_numpy(np.stack(images))
     clients, y = np.array([name for name, _, _ in files], dtype=object), torch.tensor([label for _, label, _ in files])
     encoding = Encoding(classes=tuple(classes), shape=tuple(x.shape[1:]), image=(mode, *shape))
@@ -181,17 +197,36 @@ def _parse_size(size: Any) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """An image whose header has been read; one that would take too much memory is refused before its pixels are."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError("Images are read with Pillow, which is not installed; run: pip install pillow") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(file)
+        with image:
+            if image.size[0] * image.size[1] > MAX_PIXELS:
+                raise DataError(f"{file} has {image.size[1]} x {image.size[0]} pixels, too many; give a smaller image.")
+            yield image
+    except DataError:
+        raise
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"An image cannot be read: {file} ({error}); replace or remove it.") from None
+
+
 def read_image(file: Path, mode: str, shape: tuple[int, int], resize: bool) -> Any:
     """An image as float32 [channels, height, width] in [0, 1]."""
-    from PIL import Image
-
-    with Image.open(file) as image:
+    with _opened(file) as image:
         if image.size[::-1] != tuple(shape):
             if not resize:
                 raise DataError(
                     f"{file} has {image.size[1]} x {image.size[0]} pixels, but the first image has {shape[0]} x "
                     f"{shape[1]}; give size = [height, width] to resize all of them."
                 )
-            image = image.resize((shape[1], shape[0]))  # type: ignore[assignment]
+            image = image.resize((shape[1], shape[0]))
         pixels = np.asarray(image.convert(mode), dtype=np.float32) / np.float32(255)
     return pixels[None] if mode == "L" else np.ascontiguousarray(np.moveaxis(pixels, -1, 0))

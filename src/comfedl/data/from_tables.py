@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,11 +72,13 @@ def from_table(
     for what, value in (("scale", scale), ("scale_target", scale_target)):
         if not isinstance(value, bool):
             raise ConfigError(f"{what} is {value!r}, but it must be true or false.")
-    if isinstance(drop, str) or not all(isinstance(name, str) for name in drop):
+    if not isinstance(drop, Iterable) or isinstance(drop, str) or not all(isinstance(name, str) for name in drop):
         raise ConfigError(f"drop is {drop!r}, but it must be a list of column names.")
     roles = [("client", client), ("target", target), *(("drop", name) for name in drop)]
     roles += [] if split is None else [("split", split)]
     for i, (role, name) in enumerate(roles):
+        if not isinstance(name, str):
+            raise ConfigError(f"{role} is {name!r}, but it must be the name of a column.")
         table.column(name)
         for other, same in roles[:i]:
             if same == name:

@@ -29,7 +29,10 @@ def set_aside(fed: FederatedData, share: float, seed: int) -> FederatedData:
     """The same data with this share of each client's train samples in the outer split, in proportion to its labels."""
     train = fed.train
     for i in np.flatnonzero(train.sizes < 2)[:1]:
-        raise ConfigError(too_few(train.names[int(i)]))
+        raise ConfigError(
+            f"Client {train.names[int(i)]!r} has one train sample, of which no outer data can be set aside; give it "
+            'outer data (FederatedData(outer=...)) or more samples, leave it out, or use on = "train".'
+        )
     kept, held = [], []
     for i, name in enumerate(train.names):
         generator = rng.generator(seed, "data/outer share", client=name)
@@ -40,14 +43,6 @@ def set_aside(fed: FederatedData, share: float, seed: int) -> FederatedData:
     made = FederatedData.from_splits({"train": _part(train, kept), **splits, "outer": _part(train, held)})
     made.encoding = fed.encoding
     return made
-
-
-def too_few(client: str) -> str:
-    """The message about a client with one sample."""
-    return (
-        f"Client {client!r} has one train sample, of which no outer data can be set aside; give it outer data "
-        '(FederatedData(outer=...)) or more samples, leave it out, or use on = "train".'
-    )
 
 
 def _split(y: Tensor, count: int, generator: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

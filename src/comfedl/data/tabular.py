@@ -8,6 +8,7 @@ training: the count, sum and sum of squares of each number column, and the categ
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +25,8 @@ NUMBER, FLAG, TEXT = "number", "flag", "text"
 MISSING = frozenset({"", "NA", "N/A", "NaN", "nan", "null", "NULL", "None"})
 """The cells of a CSV file that mean a missing value."""
 MAX_CATEGORIES = 1000
+FEW_NUMBERS = 20  # so many distinct numbers may be categories, as grades are
+MAX_INPUTS = 1 << 26  # numbers in one sample
 
 
 class Cells(NamedTuple):
@@ -147,6 +150,11 @@ def as_table(frame: Any) -> Table:
     if isinstance(frame, Table):
         return frame
     if isinstance(frame, Mapping):
+        masked = next((name for name, values in frame.items() if np.ma.is_masked(values)), None)
+        if masked is not None:
+            raise DataError(
+                f"Column {masked!r} is a masked array with masked values; fill them in, or give NaN for them."
+            )
         columns = {name: np.asarray(values) for name, values in frame.items()}
     elif hasattr(frame, "columns") and hasattr(frame, "__getitem__"):
         names = list(frame.columns)
@@ -270,7 +278,8 @@ class Encoding:
                 + (f" (nor {', '.join(map(repr, absent[1:]))})" if absent[1:] else "")
                 + f", which the model was trained on; it needs {', '.join(column.name for column in self.columns)}."
             )
-        return np.concatenate([column.encode(table) for column in self.columns], axis=1).astype(np.float32)
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as such
+            return np.concatenate([column.encode(table) for column in self.columns], axis=1).astype(np.float32)
 
     def y(self, table: Table) -> NDArray[Any]:
         """The labels as class indices, or the scaled targets of a regression."""
@@ -299,12 +308,62 @@ class Encoding:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Encoding:
-        """The inverse of ``to_dict``."""
-        columns = tuple(Column(**{**column, "categories": tuple(column["categories"])}) for column in values["columns"])
-        image = values["image"] and (str(values["image"][0]), int(values["image"][1]), int(values["image"][2]))
-        lists = {"columns": columns, "classes": tuple(values["classes"]), "shape": tuple(values["shape"])}
-        known = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
-        return cls(**{**known, **lists, "image": image})
+        """The inverse of ``to_dict``; raises a ValueError for values that it cannot have written."""
+        if values.get("version", 1) != 1:
+            raise ValueError(f"it has the version {values['version']!r}, but this one reads 1")
+        described, image = _given(values, "columns", list), values.get("image")
+        columns = tuple(_read_column(column) for column in described)
+        target, client = _given(values, "target", str), values.get("client")
+        shape = tuple(_given(values, "shape", list))
+        if not isinstance(client, str | None):
+            raise ValueError("its client is no name")
+        if not all(_is_size(size) for size in shape) or math.prod(shape) > MAX_INPUTS:
+            raise ValueError(f"its shape must be whole numbers from 1, and {MAX_INPUTS:,} together at most")
+        if columns and shape != (sum(len(column.names) for column in columns),):
+            raise ValueError("its shape is not that of its columns")
+        if image is not None:
+            mode, *size = image if isinstance(image, list) and len(image) == 3 else [None]
+            if mode not in ("L", "RGB") or not all(map(_is_size, size)) or math.prod(size) > MAX_INPUTS:
+                raise ValueError('its image must be "L" or "RGB", and a height and a width')
+            image = (mode, *size)
+        mean, scale = _read_scaling(values)
+        return cls(columns, target, client, _read_texts(values, "classes"), mean, scale, shape, image)
+
+
+def _given(values: Any, key: str, kind: type) -> Any:
+    if not isinstance(values, Mapping) or not isinstance(values.get(key), kind):
+        raise ValueError(f"its {key} must be a {kind.__name__}")
+    return values[key]
+
+
+def _read_texts(values: Any, key: str) -> tuple[str, ...]:
+    texts = _given(values, key, list)
+    if not all(isinstance(text, str) for text in texts) or len({*texts}) < len(texts):
+        raise ValueError(f"its {key} must be different texts")
+    return tuple(texts)
+
+
+def _read_scaling(values: Mapping[str, Any]) -> tuple[float, float]:
+    """The mean and the scale, by which values are divided."""
+    pair = [values.get(key) for key in ("mean", "scale")]
+    for number in pair:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError("its mean and scale must be numbers")
+    mean, scale = (float(number) for number in pair if number is not None)
+    if scale <= 0:
+        raise ValueError("its scale must be above 0")
+    return mean, scale
+
+
+def _read_column(values: Any) -> Column:
+    name, kind = _given(values, "name", str), _given(values, "kind", str)
+    if kind not in (NUMBER, FLAG, TEXT):
+        raise ValueError(f"its column {name[:60]!r} must be one of {NUMBER}, {FLAG}, {TEXT}")
+    return Column(name, kind, *_read_scaling(values), _read_texts(values, "categories"))
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MAX_INPUTS
 
 
 def fit_encoding(
@@ -357,6 +416,7 @@ def _fit_column(table: Table, name: str, train: NDArray[np.bool_], scale: bool) 
         raise table.missing_error(name, missing)
     if kind == TEXT:
         categories = sort_labels(table.strings(name))
+        _refuse_mostly_numbers(table, name)
         if len(categories) > MAX_CATEGORIES:
             raise DataError(
                 f"Column {name!r} of {table.source} has {len(categories)} distinct strings; leave it out (drop), or "
@@ -366,6 +426,31 @@ def _fit_column(table: Table, name: str, train: NDArray[np.bool_], scale: bool) 
     if kind == NUMBER and not np.isfinite(values).all():
         raise DataError(f"Column {name!r} of {table.source} has infinite values; replace them.")
     return Column(name, kind, *(_mean_and_std(values[train]) if scale and kind == NUMBER else ()))
+
+
+def _refuse_mostly_numbers(table: Table, name: str) -> None:
+    """Refuse a column of numbers with a few texts, or with decimal commas: each number would become a category."""
+    texts = table.strings(name)
+    odd = [row for row, text in enumerate(texts) if not _is_number(text)]
+    distinct = {text for text in texts if _is_number(text)}
+    if len(odd) < len(texts) / 2 and len(distinct) > FEW_NUMBERS:
+        raise DataError(
+            f"Column {name!r} of {table.source} has numbers in {len(texts) - len(odd)} of {len(texts)} rows, but "
+            f'{texts[odd[0]]!r} in row {odd[0] + 1}; leave such cells empty and use missing="drop", or drop the column.'
+        )
+    commas = {text for text in texts if re.fullmatch(r"[+-]?\d+,\d+", text)}
+    if len(commas) > FEW_NUMBERS and sum(text in commas for text in texts) > len(texts) / 2:
+        raise DataError(
+            f"Column {name!r} of {table.source} has decimal commas such as {min(commas)!r}; write numbers with a point."
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _mean_and_std(values: NDArray[np.float64]) -> tuple[float, float]:

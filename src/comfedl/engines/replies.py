@@ -156,7 +156,7 @@ class StackedReplies(Replies):
         rows = torch.empty(sum(self._lengths) + 1, len(last), dtype=last.dtype, device=last.device)
         at = 0
         for part, length in zip(self._parts, self._lengths, strict=True):
-            places = rows[at : at + length].split([leaf.numel() for leaf in tree.leaves(origin)], dim=1)
+            places = torch.split(rows[at : at + length], [leaf.numel() for leaf in tree.leaves(origin)], dim=1)
             for leaf, start, place in zip(_at(part, path), tree.leaves(origin), places, strict=True):
                 torch.sub(leaf.reshape(length, -1), start.reshape(1, -1), out=place)
             at += length

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,16 @@ logger = logging.getLogger("comfedl")
 LOCAL_STEPS = ("personal",)  # steps whose reply must not leave the site
 
 
+def held_name(version: str) -> str:
+    """The name of the state that a client holds within a round, after the step with this version."""
+    return f"{version} held"
+
+
 class StateStore:
     """The versions of a client's state in one run, each an atomically written file."""
 
     def __init__(self, folder: Path, client: str, run: str) -> None:
-        self._folder = folder / file_name(client) / file_name(run)
+        self._folder = folder / _own_name(folder, client) / file_name(run)
 
     def read(self, version: str) -> Tree | None:
         """The state of a version; None if it is missing."""
@@ -68,6 +74,14 @@ class StateStore:
 
     def _path(self, version: str) -> Path:
         return self._folder / f"{file_name(version)}.safetensors"
+
+
+def _own_name(folder: Path, client: str) -> str:
+    """The name of a client's folder, apart from others' also where the file system ignores case."""
+    name = file_name(client)
+    written_before = folder.is_dir() and name in os.listdir(folder)  # by a version without hashes
+    has_capitals = any("A" <= letter <= "Z" for letter in client)
+    return file_name(client, distinct=has_capitals and not written_before)
 
 
 def run_steps(
@@ -114,8 +128,8 @@ def _run_step(
         notes["kept"] = version
     now = engine.held().get(0)
     if now is not None and now is not held:
-        store.write(f"{version} held", now)
-        notes["held"] = f"{version} held"
+        notes["held"] = held_name(version)
+        store.write(notes["held"], now)
     return reply, notes
 
 

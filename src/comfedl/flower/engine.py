@@ -16,9 +16,10 @@ from flwr.serverapp import Grid
 from comfedl.core.protocol import Engine, Replies
 from comfedl.engines.replies import LocalReplies
 from comfedl.flower import serialization
-from comfedl.flower.client import LOCAL_STEPS
+from comfedl.flower.client import LOCAL_STEPS, held_name
 from comfedl.flower.messaging import Answer, exchange
 from comfedl.flower.registry import SiteRegistry
+from comfedl.flower.reply_format import ReplyFormat
 from comfedl.training.checkpoint import KEPT
 from comfedl.utils.errors import ConfigError, Diverged, MalformedMessage
 from comfedl.utils.tree import Tree
@@ -29,9 +30,28 @@ logger = logging.getLogger("comfedl")
 Version = tuple[int, int, int]  # round, number of the request, random id of this server process
 
 
+class SiteReplies(LocalReplies):
+    """The replies of sites, and what is wrong with those that could not be used at all."""
+
+    def __init__(
+        self, clients: Sequence[int], replies: Sequence[dict[str, Tree]], refused: Mapping[int, str] | None = None
+    ) -> None:
+        super().__init__(clients, replies)
+        self._refused = dict(refused or {})
+
+    def find_faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
+        def checked(reply: dict[str, Tree]) -> str | None:
+            try:
+                return fault(reply)
+            except Exception as error:  # a site may send anything
+                return f"it cannot be checked ({type(error).__name__})"
+
+        return {**self._refused, **super().find_faults(checked)}
+
+
 @dataclass
 class _Request:
-    """A step requested from some clients, and their replies."""
+    """A step requested from some clients, and their replies; ``refused`` ones count against their clients."""
 
     step: str
     clients: Sequence[int]
@@ -42,14 +62,15 @@ class _Request:
     done: bool = False
     replies: dict[int, dict[str, Tree]] = field(default_factory=dict)
     diverged: dict[int, Diverged] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
     absent: dict[int, str] = field(default_factory=dict)
 
     def result(self) -> Replies:
-        """The replies; raises Diverged if a client diverged."""
-        if self.diverged:
+        """The replies. A site that says it diverged is refused; if all say so, the settings are at fault."""
+        if self.diverged and self.diverged.keys() == {*self.clients}:
             raise self.diverged[min(self.diverged)]
         present = [client for client in self.clients if client in self.replies]
-        return LocalReplies(present, [self.replies[client] for client in present])
+        return SiteReplies(present, [self.replies[client] for client in present], self.refused)
 
 
 class Sites(Engine):
@@ -65,6 +86,7 @@ class Sites(Engine):
         run: an id of the run, the same after a resume, by which sites tell the states of runs apart.
         deadline: seconds that a site has to answer.
         record: called after each step with a dict of who answered and who did not.
+        format: what replies may hold.
     """
 
     defers_replies = True
@@ -77,10 +99,12 @@ class Sites(Engine):
         run: str,
         deadline: float,
         record: Callable[[dict[str, Any]], None] | None = None,
+        *,
+        format: ReplyFormat,
     ) -> None:
         self.names, self.sizes = roll.names, roll.sizes
         self._grid, self._registry, self._config, self._run = grid, roll, config, run
-        self._deadline, self._record = deadline, record or (lambda event: None)
+        self._deadline, self._record, self._format = deadline, record or (lambda event: None), format
         self._process_id, self._requests = secrets.randbits(62), 0
         self._waiting: _Request | None = None
         self._held: dict[int, str] = {}  # state that clients hold within the current round
@@ -167,7 +191,9 @@ class Sites(Engine):
             parts, tensors = records[indices]
             sent[client] = node, [requests[k] for k in indices]
             contents[node] = serialization.encode(self._body(client, sent[client][1], parts), tensors)
-        answers = exchange(self._grid, contents, "train.step", f"round {requests[-1].round}", self._deadline)
+        limits = {node: self._format.limit(request.step for request in own) for node, own in sent.values()}
+        group = f"round {requests[-1].round}"
+        answers = exchange(self._grid, contents, "train.step", group, self._deadline, limits)
         for client, (node, client_requests) in sent.items():
             self._accept(client, client_requests, answers[node])
         for request in requests:
@@ -186,25 +212,30 @@ class Sites(Engine):
             "keep": sorted(keep | {hold for hold in held if hold}),
         }
 
-    def _accept(self, client: int, requests: Sequence[_Request], answer: Answer | str) -> None:
+    def _accept(self, client: int, requests: Sequence[_Request], answer: Answer | MalformedMessage | str) -> None:
         """Store a site's answer, or the reason why there is none, in the requests."""
         parts: Any = None
-        if not isinstance(answer, str):
+        if isinstance(answer, tuple):
             body, tensors = answer
             parts = body.get("answers")
             if "error" in body:
-                answer = str(body["error"])
+                answer = serialization.shortened(body["error"])
             elif not isinstance(parts, list) or [isinstance(part, dict) for part in parts] != [True] * len(requests):
-                answer = "its reply is refused: it does not match the request"
-        if isinstance(answer, str):
+                answer = MalformedMessage("it does not match the request")
+        if not isinstance(answer, tuple):
             for request in requests:
-                request.absent[client] = answer
+                if isinstance(answer, MalformedMessage):
+                    request.refused[client] = str(answer)
+                else:
+                    request.absent[client] = answer
             return
         for request, part in zip(requests, parts, strict=True):
             try:
                 self._accept_part(client, request, part, tensors)
-            except (MalformedMessage, KeyError, TypeError, ValueError) as error:
-                request.absent[client] = f"its reply is refused: {error}"
+            except MalformedMessage as error:
+                request.refused[client] = str(error)
+            except Exception as error:  # a site may send anything, and only it is left out
+                request.refused[client] = f"it cannot be read ({type(error).__name__})"
 
     def _accept_part(
         self, client: int, request: _Request, part: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
@@ -212,19 +243,18 @@ class Sites(Engine):
         round, name = request.round, self.names[client]
         if "diverged" in part:
             step, loss, weight = part["diverged"]
-            step = None if step is None else int(step)
-            request.diverged[client] = Diverged(round, name, step, float(loss), float(weight))
+            at = None if step is None else min(max(int(step), 1), 2**31)
+            request.diverged[client] = Diverged(round, name, at, float(loss), float(weight))
+            where = "" if at is None else f" at local step {at} (loss {float(loss):.6g}, weight {float(weight):.6g})"
+            request.refused[client] = f"its training diverged{where}"
         elif "error" in part:
-            request.absent[client] = str(part["error"])
+            request.absent[client] = serialization.shortened(part["error"])
         else:
-            reply = serialization.unpack(part["reply"], tensors)
-            if not isinstance(reply, dict):
-                raise MalformedMessage("it is not a dict")
-            request.replies[client] = reply
+            request.replies[client] = self._format.accepted(request.step, serialization.unpack(part["reply"], tensors))
             if part.get("kept") == _name(request.version):
                 self._versions[client] = request.version
-            if part.get("held"):
-                self._held[client] = str(part["held"])
+            if part.get("held") == held_name(_name(request.version)):
+                self._held[client] = held_name(_name(request.version))
             if part.get("anew"):
                 logger.warning("Site %r lost its state and starts from the initial one in round %d.", name, round)
 
@@ -232,6 +262,7 @@ class Sites(Engine):
         absent = {self.names[client]: reason.rstrip(".") for client, reason in sorted(request.absent.items())}
         for name, reason in absent.items():
             logger.warning("Round %d: site %r is left out of %r: %s.", request.round, name, request.step, reason)
+        absent |= {self.names[client]: f"refused: {reason}" for client, reason in sorted(request.refused.items())}
         answered = [self.names[client] for client in sorted(request.replies)]
         self._record({"round": request.round, "step": request.step, "answered": answered, "absent": absent})
 

@@ -102,6 +102,7 @@ def run_local(
 ) -> None:
     """Run a config over sites on this machine and stop all processes at the end; ``tell`` receives progress lines."""
     check_free(out, force, resume)
+    was_there = (out / STATES).exists()  # then they are of an earlier run, or not ours at all
     with tempfile.TemporaryDirectory(prefix="comfedl-flower-") as scratch, sigterm_as_interrupt():
         trial = LocalTrial(config, sites, Path(scratch), out)
         attendance = _attendance_lines(trial.out / ATTENDANCE, config.rounds, resume, tell)
@@ -116,7 +117,7 @@ def run_local(
             if (out / "config.toml").exists():
                 with suppress(OSError):
                     shutil.copyfile(trial.daemons.log("run"), out / LOG)
-            else:  # the run left nothing behind: remove its clients' states too
+            elif not was_there:  # the run left nothing behind: remove its clients' states too
                 shutil.rmtree(out / STATES, ignore_errors=True)
                 with suppress(OSError):
                     out.rmdir()

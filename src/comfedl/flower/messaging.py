@@ -22,16 +22,22 @@ REASONS = {5: "its SuperNode is gone", 8: "its process died during the step"}
 
 
 def exchange(
-    grid: Grid, contents: Mapping[int, RecordDict], kind: str, group: str, deadline: float
-) -> dict[int, Answer | str]:
+    grid: Grid,
+    contents: Mapping[int, RecordDict],
+    kind: str,
+    group: str,
+    deadline: float,
+    limits: Mapping[int, int],
+) -> dict[int, Answer | MalformedMessage | str]:
     """Send each node its content and wait for the replies: the decoded answer of each node, or why there is none.
 
+    ``limits`` is the most bytes that each node's reply may have; one that cannot be read is a ``MalformedMessage``.
     Replies are matched by message id, since Flower's error replies do not name their node.
     """
     nodes = list(contents)
     messages = [Message(contents[node], node, kind, ttl=deadline, group_id=group) for node in nodes]
     sent = list(grid.push_messages(messages)) if messages else []
-    answers: dict[int, Answer | str] = {}
+    answers: dict[int, Answer | MalformedMessage | str] = {}
     timed_out = f"no answer within {deadline:g} seconds"
     waiting = {message: node for message, node in zip(sent, nodes, strict=False) if message}
     end, pause = time.monotonic() + deadline, FIRST_POLL
@@ -40,7 +46,7 @@ def exchange(
             node = waiting.pop(reply.metadata.reply_to_message_id, None)
             if node is not None:
                 expired = reply.has_error() and reply.error.code == EXPIRED
-                answers[node] = timed_out if expired else _answer(reply)
+                answers[node] = timed_out if expired else _answer(reply, limits[node])
         if not waiting or time.monotonic() >= end:
             break
         time.sleep(pause)
@@ -51,11 +57,12 @@ def exchange(
     return answers
 
 
-def _answer(reply: Message) -> Answer | str:
+def _answer(reply: Message, limit: int) -> Answer | MalformedMessage | str:
     if reply.has_error():
         code, lines = reply.error.code, (reply.error.reason or "").strip().splitlines()
-        return REASONS.get(code, f"Flower reports error {code}" + (f" ({lines[-1][:200]})" if lines else ""))
+        last = f" ({serialization.shortened(lines[-1])})" if lines else ""
+        return REASONS.get(code, f"Flower reports error {code}{last}")
     try:
-        return serialization.decode(reply.content)
+        return serialization.decode(reply.content, limit)
     except MalformedMessage as error:
-        return f"its reply is refused: {error}"
+        return error

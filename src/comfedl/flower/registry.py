@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from comfedl.flower import serialization
 from comfedl.flower.messaging import exchange
-from comfedl.utils.errors import ConfigError
+from comfedl.utils.errors import ConfigError, MalformedMessage
 
 logger = logging.getLogger("comfedl")
 
@@ -23,6 +23,11 @@ logger = logging.getLogger("comfedl")
 IDENTIFY_TIMEOUT = 120.0  # the most a node gets to identify itself, since all others wait meanwhile
 RETRY_AFTER = 600.0  # until a node that used up that time is asked again
 POLL_INTERVAL = 2.0  # between checks for missing sites
+
+MAX_SAMPLES = 10**9  # more than that a site cannot claim to have
+MAX_NAME, MAX_DIMENSIONS, MAX_SIZE = 200, 8, 2**31 - 1
+IDENTITY_LIMIT = 1 << 16  # bytes of an answer to "who"
+DOMINATES = 9  # a site with more than this many times the samples of all others together is mentioned
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class SiteRegistry:
         known: the sites of a resumed run; those that miss the deadline may join later.
         quorum: the fraction of the known sites that must be connected.
         outer_share: the share of its train samples that a site without outer data sets aside; None is nothing.
+        max_share: the most that one site counts, as a share of all samples; None for what it says it has.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class SiteRegistry:
         known: KnownSites | None = None,
         quorum: float = 1.0,
         outer_share: float | None = None,
+        max_share: float | None = None,
     ) -> None:
         self._question = {"question": "who", **({} if outer_share is None else {"outer_share": outer_share})}
         self._grid, self._deadline, self._resumed = grid, min(deadline, IDENTIFY_TIMEOUT), known
@@ -80,7 +87,16 @@ class SiteRegistry:
             self._shapes = {name: self._shapes.get(name, known.shape) for name in known.samples}
         self._started, self._allowed = True, {*self._samples}
         self.names: Sequence[str] = sorted(self._samples)
-        self.sizes: NDArray[np.int64] = np.array([self._samples[name] for name in self.names], dtype=np.int64)
+        said = np.array([self._samples[name] for name in self.names], dtype=np.int64)
+        self.sizes: NDArray[np.int64] = capped(said, max_share)
+        largest = int(self.sizes.argmax())
+        if len(said) > 1 and self.sizes[largest] > DOMINATES * (self.sizes.sum() - self.sizes[largest]):
+            logger.warning(
+                "Site %r says that it has %d samples, more than nine times those of all others together, and counts "
+                "accordingly; if that is not so, bound it with flower.max_share.",
+                self.names[largest],
+                said[largest],
+            )
         self.known = KnownSites({name: self._samples[name] for name in self.names}, self._common_shape())
 
     def nodes(self) -> dict[str, int]:
@@ -96,11 +112,12 @@ class SiteRegistry:
             and self._retry_at.get(node, 0) <= now
         ]
         body = serialization.encode(self._question)
-        answers = exchange(self._grid, dict.fromkeys(new, body), "query.who", "who", self._deadline)
+        limits = dict.fromkeys(new, IDENTITY_LIMIT)
+        answers = exchange(self._grid, dict.fromkeys(new, body), "query.who", "who", self._deadline, limits)
         for node in sorted(new):
             answer = answers[node]
-            if isinstance(answer, str) or "error" in answer[0]:
-                reason = answer if isinstance(answer, str) else str(answer[0]["error"])
+            if not isinstance(answer, tuple) or "error" in answer[0]:
+                reason = serialization.shortened(answer[0]["error"]) if isinstance(answer, tuple) else str(answer)
                 logger.warning("Node %d does not identify itself: %s.", node, reason)
                 if self._started and time.monotonic() - now >= self._deadline:
                     self._retry_at[node] = time.monotonic() + RETRY_AFTER
@@ -133,10 +150,10 @@ class SiteRegistry:
     def _register(self, node: int, answer: Mapping[str, Any], online: set[int]) -> None:
         """Register a node as the site that it says it is, unless another node already is."""
         try:
-            name, samples = str(answer["name"]), int(answer["samples"])
-            shape = tuple(int(size) for size in answer["shape"])
-        except (KeyError, TypeError, ValueError):
-            logger.warning("Node %d does not identify itself: its answer cannot be read.", node)
+            name, samples, shape = _identity(answer)
+        except MalformedMessage as error:
+            logger.warning("Node %d is refused: %s.", node, error)
+            self._site_of[node] = None
             return
         taken = any(site == name and other in online for other, site in self._site_of.items())
         if taken and not self._started:
@@ -168,3 +185,38 @@ class SiteRegistry:
                     f"{self._shapes[name]}; all sites must have the same shape."
                 )
         return self._shapes[first]
+
+
+def _identity(answer: Mapping[str, Any]) -> tuple[str, int, tuple[int, ...]]:
+    """A site's name, its number of samples and the shape of one, from its answer."""
+    name, samples, shape = answer.get("name"), answer.get("samples"), answer.get("shape")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise MalformedMessage(f"its name must be a printable text of at most {MAX_NAME} characters")
+    if not _is_whole(samples, 1, MAX_SAMPLES):
+        raise MalformedMessage(f"site {name!r} must have a whole number of samples from 1 to {MAX_SAMPLES:,}")
+    sizes = shape if isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS else [None]
+    if not all(_is_whole(size, 0, MAX_SIZE) for size in sizes):
+        raise MalformedMessage(f"the shape of site {name!r} must be at most {MAX_DIMENSIONS} whole numbers")
+    return name, int(samples or 0), tuple(sizes)
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def capped(sizes: NDArray[np.int64], share: float | None) -> NDArray[np.int64]:
+    """Sizes of which none is more than this share of their sum, as far as there are enough clients.
+
+    >>> capped(np.array([10, 30, 1000]), 0.5).tolist()
+    [10, 30, 40]
+    """
+    if share is None or int(sizes.max()) <= share * int(sizes.sum()):
+        return sizes
+    ordered = np.sort(sizes)[::-1]
+    for k in range(1, len(sizes)):  # cut the k largest to what the share leaves them beside the others
+        if share * k >= 1:
+            break
+        most = share * int(ordered[k:].sum()) / (1 - share * k)
+        if ordered[k] <= most:
+            return sizes.clip(max=max(1, int(most)))
+    return np.full_like(sizes, ordered[-1])  # there are too few clients for such a share: all count alike

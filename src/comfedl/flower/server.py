@@ -12,10 +12,10 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from comfedl.config.schema import ENGINE_TABLES, Config, FlowerTable
-from comfedl.data.outer_share import too_few
 from comfedl.engines import AT_SITES
 from comfedl.flower.engine import Sites
 from comfedl.flower.registry import KnownSites, SiteRegistry
+from comfedl.flower.reply_format import ReplyFormat
 from comfedl.models.losses import is_balanced
 from comfedl.training.arguments import make_learner
 from comfedl.training.callbacks import Callback
@@ -23,6 +23,7 @@ from comfedl.training.fit import fit_on
 from comfedl.training.result import Result
 from comfedl.utils.errors import ConfigError, RunFolderError
 from comfedl.utils.files import write_atomic
+from comfedl.utils.read_back import is_whole, read_object
 from comfedl.utils.toml import to_toml
 
 ATTENDANCE, SITES = "sites.jsonl", "sites.json"
@@ -49,8 +50,11 @@ class Attendance(Callback):
         if not self._resume or path is None or not path.exists():
             return None
         try:
-            stored = json.loads(path.read_text("utf-8"))
-            return KnownSites({str(k): int(v) for k, v in stored["samples"].items()}, tuple(map(int, stored["shape"])))
+            stored = read_object(path)
+            samples, shape = stored["samples"], tuple(stored["shape"])
+            if not samples or not all(is_whole(number, 1) for number in (*samples.values(), *(n + 1 for n in shape))):
+                raise ValueError("its numbers are not those of sites")
+            return KnownSites(dict(samples), shape)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFolderError(f"{path} cannot be read; start a new run with --force.") from error
 
@@ -83,9 +87,9 @@ def serve(
     attendance = Attendance(out, resume)
     share = config.outer_share if algorithm.weighs_on_outer else None
     known = attendance.load()
-    registry = SiteRegistry(grid, options.sites, options.patience, options.deadline, known, config.quorum, share)
-    for i in (registry.sizes == 0).nonzero()[0][:1]:
-        raise ConfigError(too_few(registry.names[int(i)]))
+    registry = SiteRegistry(
+        grid, options.sites, options.patience, options.deadline, known, config.quorum, share, options.max_share
+    )
     attendance.known = registry.known
     run_options = config.run_options(
         checkpoint_every=config.checkpoint_every or 1,
@@ -102,14 +106,15 @@ def serve(
         raise ConfigError(
             'loss has "balanced" weights, but the server does not see the labels at the sites; give numbers instead.'
         )
-    _, initial, frozen = make_learner(model, loss, algorithm, config.make_metrics(), config.task)
+    learner, initial, frozen = make_learner(model, loss, algorithm, config.make_metrics(), config.task)
     settings = settings_at_sites(config)
     text = to_toml(settings)
     # A longer run is the same run: its clients keep their states.
     identity = to_toml({key: value for key, value in settings.items() if key not in ("flower", "rounds", "stop")})
     run_id = hashlib.blake2b(f"{identity}\0{out}".encode(), digest_size=8).hexdigest()
+    format = ReplyFormat(algorithm.steps(), initial, frozenset(learner.metrics))
     return fit_on(
-        Sites(grid, registry, text, run_id, options.deadline, attendance.add),
+        Sites(grid, registry, text, run_id, options.deadline, attendance.add, format=format),
         algorithm,
         initial,
         frozen,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import warnings
@@ -27,9 +28,12 @@ from comfedl.core.learner import Model, Params
 from comfedl.utils import tree
 from comfedl.utils.errors import RunFolderError
 from comfedl.utils.files import TensorFile, TensorSpec, sync
+from comfedl.utils.read_back import check_dtypes, is_whole, parse_json
 from comfedl.utils.tree import Tree
 
 VERSION = 2
+SECONDS = "seconds.json"  # the file with how long the run took
+MAX_META = 1 << 30  # bytes of meta.json, which lists the groups of clients
 KEPT = 2  # so that one is left if the last is damaged
 
 
@@ -37,7 +41,8 @@ KEPT = 2  # so that one is left if the last is damaged
 class Snapshot:
     """A run between two rounds: the server's state, the clients' states (by position), and the bytes sent.
 
-    ``offences`` counts each client's refused replies; ``model`` is the global model as it is reported.
+    ``offences`` counts each client's refused replies; ``model`` is the global model as it is reported; ``seconds`` is
+    how long the run has taken, over all its starts.
     """
 
     round: int
@@ -46,6 +51,7 @@ class Snapshot:
     traffic: Mapping[str, int]
     offences: Mapping[int, int]
     model: Model
+    seconds: float = 0.0
 
 
 Records = Mapping[str, tuple[int, str]]
@@ -105,6 +111,7 @@ def write(
         with (part / "meta.json").open("wb") as description:
             description.write(_with_checksum(json.dumps(meta).encode()))
             sync(description)
+        (part / SECONDS).write_text(f"{snapshot.seconds:.3f}\n")  # not in meta.json: equal runs have equal bytes there
         if final.exists():  # a damaged checkpoint of this round
             shutil.rmtree(final)
         os.replace(part, final)
@@ -112,7 +119,9 @@ def write(
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    for old in _checkpoints(folder)[KEPT:]:
+    # Those of later rounds are damaged, or they would have been resumed from; they do not push out good ones.
+    earlier = [path for path in _checkpoints(folder) if path.name <= final.name]
+    for old in earlier[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -127,7 +136,7 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Lo
     found = _checkpoints(folder)
     for path in found:
         try:
-            meta = json.loads(_verified((path / "meta.json").read_bytes()))
+            meta = _read_meta(path)
             version = meta["version"]
             if version != VERSION:
                 raise RunFolderError(
@@ -137,52 +146,100 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Lo
             with (path / "tensors.safetensors").open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != meta["sha256"]:
                     raise ValueError("its checksum does not match")
-            tensors = load_file(path / "tensors.safetensors")
+            return _loaded(path, meta, fingerprint, like, device)
         except RunFolderError:
             raise
         except Exception as error:  # a damaged file may raise anything
             warnings.warn(f"The checkpoint {path} is damaged ({error}); using the previous one.", stacklevel=2)
-            continue
-        if meta["fingerprint"] != fingerprint:
-            raise RunFolderError(
-                f"{path} belongs to a run with other data or another initial model; use those, or start over with "
-                "--force."
-            )
-
-        def give(part: Any, tensors: dict[str, Tensor] = tensors) -> Tree:
-            return {name: give(below) for name, below in part.items()} if isinstance(part, dict) else tensors[part]
-
-        kept: dict[int, Tree] = {}
-        for number, group in enumerate(meta["clients"]):
-            states = tree.map(lambda leaf: leaf.to(device), give(group))
-            for row, client in enumerate(tensors[f"clients {number}"].tolist()):
-                kept[client] = tree.map(lambda leaf, row=row: leaf[row], states)
-        try:
-            # Clones are aligned in memory like a run's tensors; alignment can change the last bit of a product.
-            state = tree.map(lambda leaf, mate: leaf.clone().to(mate.device), give(meta["state"]), like)
-        except (LookupError, TypeError, AttributeError) as error:  # the same run, with another state structure
-            raise RunFolderError(
-                f"{path} was written by another version of comfedl, with another state for this method; resume with "
-                "that version, or start over with --force."
-            ) from error
-        offences = {int(client): count for client, count in meta["offences"].items()}
-        snapshot = Snapshot(meta["round"], state, kept.copy, meta["traffic"], offences, state["model"])
-        return LoadedCheckpoint(snapshot, meta["records"], meta.get("regular", meta["records"]))
     if found:
         raise RunFolderError(f"All checkpoints in {folder} are damaged; start over with --force.")
     return None
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    file = path / "meta.json"
+    if file.stat().st_size > MAX_META:
+        raise ValueError(f"its meta.json has more than {MAX_META:,} bytes")
+    meta = parse_json(_verified(file.read_bytes()))
+    if not isinstance(meta, dict):
+        raise ValueError("its meta.json holds no object")
+    return meta
+
+
+def _loaded(
+    path: Path, meta: Mapping[str, Any], fingerprint: str, like: Tree, device: torch.device
+) -> LoadedCheckpoint:
+    """The checkpoint whose files are undamaged."""
+    if meta["fingerprint"] != fingerprint:
+        raise RunFolderError(
+            f"{path} belongs to a run with other data or another initial model; use those, or start over with --force."
+        )
+    tensors: dict[str, Tensor] = load_file(path / "tensors.safetensors")
+    check_dtypes(tensors)
+
+    def give(part: Any) -> Tree:
+        return {name: give(below) for name, below in part.items()} if isinstance(part, dict) else tensors[part]
+
+    kept: dict[int, Tree] = {}
+    for number, group in enumerate(meta["clients"]):
+        states = tree.map(lambda leaf: leaf.to(device), give(group))
+        for row, client in enumerate(tensors[f"clients {number}"].tolist()):
+            kept[client] = tree.map(lambda leaf, row=row: leaf[row], states)
+    try:
+        # Clones are aligned in memory like a run's tensors; alignment can change the last bit of a product.
+        state = tree.map(lambda leaf, mate: leaf.clone().to(mate.device), give(meta["state"]), like)
+        if _paths(state) != _paths(like):
+            raise KeyError("its state has other parts")
+    except (LookupError, TypeError, AttributeError) as error:  # the same run, with another state structure
+        raise RunFolderError(
+            f"{path} was written by another version of comfedl, with another state for this method; resume with "
+            "that version, or start over with --force."
+        ) from error
+    traffic, offences = dict(meta["traffic"]), {int(client): count for client, count in meta["offences"].items()}
+    numbers = [meta["round"], *traffic.values(), *offences.values()]
+    if traffic.keys() != {"up_bytes", "down_bytes"} or not all(is_whole(number, 0) for number in numbers):
+        raise ValueError("its meta.json has other numbers than a checkpoint")
+    snapshot = Snapshot(meta["round"], state, kept.copy, traffic, offences, state["model"], _seconds(path / SECONDS))
+    return LoadedCheckpoint(snapshot, _records(meta["records"]), _records(meta.get("regular", meta["records"])))
+
+
+def _paths(state: Tree) -> dict[str, Any]:
+    """The paths of a state's tensors; of the model's also the shapes, which no round changes."""
+    paths = {path: None for path, _ in tree.named_leaves(state)}
+    return {**paths, **{f"model/{path}": leaf.shape for path, leaf in tree.named_leaves(state["model"])}}
+
+
+def _records(given: Mapping[str, Any]) -> Records:
+    """The size and the checksum of each record file."""
+    found = {str(name): (size, str(checksum)) for name, (size, checksum) in given.items()}
+    if not all(is_whole(size, 0) for size, _ in found.values()):
+        raise ValueError("its meta.json has other records than a checkpoint")
+    return found
 
 
 def read_model(folder: Path) -> tuple[int, Params] | None:
     """The round and the global model of the newest undamaged checkpoint, if there is one."""
     for path in _checkpoints(folder):
         try:
-            meta = json.loads(_verified((path / "meta.json").read_bytes()))
+            meta = _read_meta(path)
             with safe_open(path / "tensors.safetensors", framework="pt") as file:
-                return int(meta["round"]), {name: file.get_tensor(place) for name, place in meta["model"].items()}
+                model = {str(name): file.get_tensor(place) for name, place in meta["model"].items()}
+            check_dtypes(model)
+            return int(meta["round"]), model
         except Exception:  # a damaged file may raise anything
             continue
     return None
+
+
+def _seconds(file: Path) -> float:
+    """How long the run took; 0 if an earlier version, which did not say, wrote the checkpoint."""
+    try:
+        with file.open("rb") as stream:
+            found = float(stream.read(40))
+    except (OSError, ValueError):
+        return 0.0
+    return found if math.isfinite(found) and found >= 0 else 0.0
 
 
 class _Group(NamedTuple):
@@ -233,6 +290,11 @@ def _write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], groups: Seque
         for j, name in enumerate(group.names):
             for row, leaves in enumerate(group.states):
                 out.write(name, leaves[j], row)
+
+
+def exists(folder: Path) -> bool:
+    """Whether there is a checkpoint, undamaged or not."""
+    return bool(_checkpoints(folder))
 
 
 def _checkpoints(folder: Path) -> list[Path]:

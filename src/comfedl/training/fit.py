@@ -198,6 +198,7 @@ def fit_on(
 
         validator = ReplyValidator(initial, clients.names, options.quorum)
         loop = Loop(algorithm, clients, options, callbacks, validator)
+        loop.begun = started
         algorithm.check(count, loop.participants)
         algorithm.check_names(clients.names)
         algorithm.check_rounds(options.rounds)
@@ -210,6 +211,7 @@ def fit_on(
             if saved is not None:
                 state = tree.map(lambda leaf, mate: leaf.to(mate.device), saved.state, state)
                 first_round = saved.round + 1
+                loop.begun -= saved.seconds
                 loop.done = saved.round
                 clients.restore(saved.clients())
                 loop.traffic = Traffic(**saved.traffic)
@@ -236,7 +238,7 @@ def fit_on(
             rounds=loop.rows,
             clients=few_as_list(loop.client_rows),
             traffic=loop.traffic.so_far(),
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - loop.begun,
             names=clients.names,
             ask_personal=loop.personal_models(chosen, final, frozen),
             module=module,

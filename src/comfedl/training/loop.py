@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,6 +51,7 @@ class Loop:
         self._extra: Row = {}  # constant columns of every row
         self._pending: Callable[[], None] | None = None
         self.done = 0  # the last completed round
+        self.begun = time.perf_counter()  # when the run would have begun if it had never stopped
         self.turnover = Turnover()
         self.best: dict[str, Tree] | None = None  # of early stopping
         self._regular_best: dict[str, Tree] | None = None  # without a round that is evaluated only as the last
@@ -92,7 +94,8 @@ class Loop:
             record = None
         self.engine.commit_round()
         states, offences = self.engine.capture_states(), dict(self.validator.offences)
-        snapshot = Snapshot(number, state, states, self.traffic.so_far(), offences, self.algorithm.reported(state))
+        model, seconds = self.algorithm.reported(state), time.perf_counter() - self.begun
+        snapshot = Snapshot(number, state, states, self.traffic.so_far(), offences, model, seconds)
         self._pending = partial(self._done, snapshot, record)
         if not self.engine.defers_replies:
             self.complete_round()

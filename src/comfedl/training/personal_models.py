@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -20,21 +21,32 @@ from comfedl.training.result import Result
 from comfedl.utils import tree
 from comfedl.utils.errors import RunFolderError
 from comfedl.utils.files import TensorFile, sync, write_atomic
+from comfedl.utils.read_back import read_json, unreadable
 
 MOST_FILES = 1000  # with more clients, their models go to one file
 BATCH = 2**25  # approximate bytes of models that are computed and written at a time
 MODELS, NAMES = "models.safetensors", "clients.json"
+MAX_NAMES = 1 << 30  # bytes of the file with the names
 
 
-def file_name(client: str) -> str:
-    """A file name for a client: unsafe characters are percent-encoded, long names are cut and get a hash."""
+def file_name(client: str, distinct: bool = False) -> str:
+    """A file name for a client: unsafe characters are percent-encoded, long names are cut and get a hash.
+
+    With ``distinct`` every name gets one, so that file systems that ignore case keep "Ward" and "ward" apart.
+    """
     safe = quote(client, safe=" +=@,")
     safe = safe.replace(".", "%2E") if safe.startswith(".") else safe
-    if len(safe) <= 200:
+    if len(safe) <= 200 and not distinct:
         return safe
-    return (
-        f"{safe[:180].rpartition('%')[0] or safe[:180]}~{hashlib.blake2b(client.encode(), digest_size=8).hexdigest()}"
-    )
+    cut = safe if len(safe) <= 180 else safe[:180].rpartition("%")[0] or safe[:180]
+    return f"{cut}~{hashlib.blake2b(client.encode(), digest_size=8).hexdigest()}"
+
+
+def file_names(clients: Sequence[str]) -> list[str]:
+    """A file name for each client; those that differ only in case from another one's get a hash."""
+    plain = [file_name(client) for client in clients]
+    alike = Counter(name.casefold() for name in plain)
+    return [file_name(client, distinct=alike[name.casefold()] > 1) for client, name in zip(clients, plain, strict=True)]
 
 
 def model_bytes(model: Model) -> bytes:
@@ -48,9 +60,10 @@ def write_personal(folder: Path, result: Result) -> None:
     """Write every client's personal model; if they are in one file, ``result`` then reads them from it."""
     folder.mkdir(exist_ok=True)
     if len(result.names) <= MOST_FILES:
+        names = file_names(result.names)
         for (client,) in client_batches(result):
             model = next(iter(result.ask_personal([client])))
-            write_atomic(folder / f"{file_name(result.names[client])}.safetensors", model_bytes(model))
+            write_atomic(folder / f"{names[client]}.safetensors", model_bytes(model))
         return
     paths = {name: folder / f".{name}.part" for name in (MODELS, NAMES)}
     try:
@@ -108,11 +121,9 @@ class PersonalModels(Mapping[str, Params]):
 
     def __init__(self, folder: Path, names: Sequence[str] | None = None) -> None:
         self._path = folder / MODELS
-        try:
-            self.names = json.loads((folder / NAMES).read_text("utf-8")) if names is None else names
+        with unreadable(folder):
+            self.names = _read_names(folder / NAMES) if names is None else names
             self._file()
-        except (OSError, ValueError) as error:
-            raise self._gone(error) from error
 
     def __getitem__(self, client: str) -> Params:
         row = find(self.names, client)
@@ -128,14 +139,16 @@ class PersonalModels(Mapping[str, Params]):
 
     def row(self, place: int) -> Params:
         """The model of the client at this position."""
-        try:
-            with self._file() as file:
-                return {name: file.get_slice(name)[place : place + 1][0].clone() for name in file.keys()}  # noqa: SIM118
-        except OSError as error:
-            raise self._gone(error) from error
+        with unreadable(self._path), self._file() as file:
+            return {name: file.get_slice(name)[place : place + 1][0].clone() for name in file.keys()}  # noqa: SIM118
 
     def _file(self) -> safe_open:
         return safe_open(self._path, framework="pt")
 
-    def _gone(self, error: Exception) -> RunFolderError:
-        return RunFolderError(f"The personal models in {self._path.parent} cannot be read ({error}).")
+
+def _read_names(path: Path) -> Sequence[str]:
+    """The names of the clients, in order."""
+    names = read_json(path, MAX_NAMES)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or names != sorted(names):
+        raise RunFolderError(f"{path} cannot be read (it is no sorted list of names); give another folder.")
+    return names

@@ -36,7 +36,8 @@ from comfedl.training.result import Result
 from comfedl.utils import torchrun
 from comfedl.utils.errors import ConfigError, DataError, Diverged, RunFolderError
 from comfedl.utils.files import remove_partial_files, write_atomic
-from comfedl.utils.lock import release_lock, take_lock
+from comfedl.utils.lock import is_locked, release_lock, still_locked, take_lock
+from comfedl.utils.read_back import read_object, read_rows, read_text, unreadable
 from comfedl.utils.signals import install_handlers, restore_handlers
 from comfedl.utils.toml import to_toml
 from comfedl.utils.tree import Tree
@@ -53,6 +54,7 @@ FILES = (
 # Config keys that say where a run is computed, not which run it is: another engine may resume it.
 PLACES = ("engine", "embedded", "distributed", "flower")
 RECORDS = ("rounds.jsonl", "clients.jsonl")
+REPLACED = ".replaced-"  # begins the name of the hidden folder in which --force keeps the old run for the time being
 
 # Seconds between checkpoints if ``checkpoint_every`` is not given.
 SECONDS = 30.0
@@ -76,12 +78,58 @@ def check_free(path: Path, force: bool, resume: bool = False) -> None:
     with readable(path):
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"{path} is a file, not a folder; give another --out.")
+        recover_replaced(path)
         present = [name for name in FILES if (path / name).exists()]
+    if present and resume and "config.toml" not in present:
+        raise RunFolderError(
+            f"{path} holds no run to resume (no config.toml), but files that a run would replace "
+            f"({', '.join(present)}); give the folder of a run, or a new one."
+        )
     if present and not force and not resume:
         raise RunFolderError(
             f"{path} already holds a run ({', '.join(present)}); give another folder, resume it (--resume), or "
             "replace it (--force)."
         )
+
+
+def recover_replaced(path: Path) -> None:
+    """Undo what a killed ``--force`` left: restore the run that it was to replace, unless the new one got further.
+
+    The new run has the folder once it has a checkpoint or has finished.
+    """
+    left = sorted(path.glob(f"{REPLACED}*"), key=os.path.getmtime, reverse=True) if path.is_dir() else []
+    if not left or is_locked(path):
+        return
+    lock = take_lock(path)
+    try:
+        for old in left:
+            if (path / "config.toml").exists() and (
+                (path / "summary.json").exists() or checkpoint.exists(path / "checkpoint")
+            ):
+                shutil.rmtree(old)
+                continue
+            if (path / "config.toml").exists():
+                _remove_files(path)
+            _restore(path, old)
+    finally:
+        release_lock(path, lock)
+
+
+def _remove_files(path: Path) -> None:
+    """Remove a run's files, its config first: without it the others are known to be leftovers."""
+    for name in FILES:
+        target = path / name
+        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+
+
+def _restore(path: Path, old: Path) -> None:
+    """Move a replaced run back, its config last: until then ``recover_replaced`` knows that it is not complete."""
+    for kept in sorted(old.iterdir(), key=lambda kept: kept.name == "config.toml"):
+        target = path / kept.name
+        if target.is_dir() and kept.is_dir():
+            shutil.rmtree(target)
+        os.replace(kept, target)
+    old.rmdir()
 
 
 class RunFolder(Callback):
@@ -133,7 +181,7 @@ class RunFolder(Callback):
             return None, [], ClientRows()
         with readable(self.path):
             self._take_lock()
-            written = (self.path / "config.toml").read_text(encoding="utf-8", errors="replace")
+            written = read_text(self.path / "config.toml")
             if not _same_run(written, self._settings):
                 raise RunFolderError(
                     f"{self.path} holds a run with another config ({_difference(written, self._settings)}); resume it "
@@ -151,10 +199,9 @@ class RunFolder(Callback):
                 if saved is not None:
                     size, checksum = (saved.regular if longer else saved.records)[name]
                 self._digests[name] = _truncate(self.path / name, size, checksum)
-            rows, client_rows = (
-                list(_rows(self.path / RECORDS[0])),
-                ClientRows.read(_rows(self.path / RECORDS[1]), names),
-            )
+            rows = list(read_rows(self.path / RECORDS[0]))
+            with unreadable(self.path / RECORDS[1], "start over with --force"):
+                client_rows = ClientRows.read(read_rows(self.path / RECORDS[1]), names)
             for name in ("summary.json", "model.safetensors", LAST_MODEL):  # of a finished run that gets more rounds
                 (self.path / name).unlink(missing_ok=True)
             if (self.path / "personal").is_dir():
@@ -175,10 +222,11 @@ class RunFolder(Callback):
             self._check_disk_space()
             if not self._resumed:
                 self._set_aside()
+            # The config first: a folder without one holds no file of a run.
+            write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
             if self._encoding is not None:
                 described = {"version": 1, **self._encoding.to_dict()}
                 write_atomic(self.path / "data.json", (json.dumps(described, indent=1) + "\n").encode())
-            write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
             torchrun.record_launch(self.path)
             for name in RECORDS:
                 self._streams[name] = (self.path / name).open("a" if self._resumed else "w", encoding="utf-8")
@@ -207,6 +255,7 @@ class RunFolder(Callback):
 
     def _save(self, snapshot: Snapshot) -> None:
         with readable(self.path):
+            self._check_lock()
             for stream in self._streams.values():
                 os.fsync(stream.fileno())
             records = self._last_records
@@ -225,6 +274,7 @@ class RunFolder(Callback):
         if self._last is not None and self._saved_round < self._last.round:
             self._save(self._last)  # so that the run can be made longer
         with readable(self.path):
+            self._check_lock()
             self._close()
             whole = Model(params=result.params, buffers=result.buffers)
             write_atomic(self.path / "model.safetensors", model_bytes(whole))
@@ -232,6 +282,7 @@ class RunFolder(Callback):
                 write_atomic(self.path / LAST_MODEL, model_bytes(result.last))
             if self._personal:
                 write_personal(self.path / "personal", result)
+            self._check_lock()
             write_atomic(self.path / "summary.json", (json.dumps(result.summary(), indent=2) + "\n").encode())
             self._finished = True
             if self._replaced is not None:
@@ -249,7 +300,7 @@ class RunFolder(Callback):
         with contextlib.suppress(OSError):
             self._close()
         try:
-            if self._started and not self._finished:
+            if self._started and not self._finished and still_locked(self.path, self._lock):
                 self._clean_up()
         finally:
             self._release(error)
@@ -263,13 +314,10 @@ class RunFolder(Callback):
             return
         if not os.path.isdir(self.path):
             return
-        for name in FILES if self._cleared else ():  # before the old run was set aside, these are its files
-            target = self.path / name
-            shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+        if self._cleared:  # before the old run was set aside, these are its files
+            _remove_files(self.path)
         if self._replaced is not None:
-            for kept in self._replaced.iterdir():
-                os.replace(kept, self.path / kept.name)
-            self._replaced.rmdir()
+            _restore(self.path, self._replaced)
 
     # Helpers.
 
@@ -277,7 +325,7 @@ class RunFolder(Callback):
         """Move a run that is to be replaced into a hidden folder, until this one has succeeded."""
         old = [name for name in FILES if (self.path / name).exists()]
         if old:
-            self._replaced = Path(tempfile.mkdtemp(dir=self.path, prefix=".replaced-"))
+            self._replaced = Path(tempfile.mkdtemp(dir=self.path, prefix=REPLACED))
             for name in old:
                 os.replace(self.path / name, self._replaced / name)
         self._cleared = True
@@ -307,10 +355,19 @@ class RunFolder(Callback):
         if self._lock is None:
             self._lock = take_lock(self.path)
 
+    def _check_lock(self) -> None:
+        """Refuse to write if the folder was removed or replaced meanwhile: what is there may be another run."""
+        if not still_locked(self.path, self._lock):
+            raise RunFolderError(
+                f"{self.path} was removed or replaced while this run was writing to it, so nothing more is written; "
+                "start it again with another --out."
+            )
+
     def _release(self, error: BaseException | None = None) -> None:
         restore_handlers(self._handlers, error)
         self._handlers = {}
-        release_lock(self.path, self._lock)
+        # A folder without a run needs no lock: this process has left nothing behind.
+        release_lock(self.path, self._lock, remove=not any(os.path.exists(self.path / name) for name in FILES))
         self._lock = None
 
     def _catch_signals(self) -> None:
@@ -331,10 +388,11 @@ def _same_run(written: str, settings: Mapping[str, Any]) -> bool:
     """Whether a recorded config is of the same run, on whichever engine."""
     try:
         recorded, given = tomllib.loads(written), tomllib.loads(to_toml(settings))
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
         return False
     # Another number of rounds makes it longer; of early stopping, only the measure must stay.
-    measures = [settings.get("stop", {}).get("metric") for settings in (recorded, given)]
+    stops = [settings.get("stop", {}) for settings in (recorded, given)]
+    measures = [stop.get("metric") if isinstance(stop, dict) else None for stop in stops]
     keys = {*recorded, *given} - {*PLACES, "rounds", "stop"}
     return measures[0] == measures[1] and all(recorded.get(key) == given.get(key) for key in keys)
 
@@ -351,20 +409,13 @@ def _truncate(path: Path, size: int, checksum: str) -> hashlib._Hash:
     return digest
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
-
-
 def finished_row(path: Path, settings: Mapping[str, Any]) -> Row | None:
     """The row of the model of a finished run with exactly these settings; None if there is no such run."""
-    if not (path / "summary.json").exists() or (path / "config.toml").read_text("utf-8") != to_toml(settings):
+    if not (path / "summary.json").exists() or read_text(path / "config.toml") != to_toml(settings):
         return None
-    rows, chosen = (
-        list(_rows(path / "rounds.jsonl")),
-        json.loads((path / "summary.json").read_text("utf-8")).get("round"),
-    )
+    rows, chosen = list(read_rows(path / "rounds.jsonl")), read_object(path / "summary.json").get("round")
+    if not rows:
+        raise RunFolderError(f"{path / 'rounds.jsonl'} has no rows, but the run has finished; give another --out.")
     return next((row for row in rows if row["round"] == chosen), rows[-1])
 
 

@@ -18,7 +18,7 @@ from comfedl.tuning.worker_pool import run_in_processes, run_sequentially
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError, RunFolderError
 from comfedl.utils.files import write_atomic
-from comfedl.utils.lock import release_lock, take_lock
+from comfedl.utils.lock import NAME as LOCK, release_lock, take_lock
 from comfedl.utils.toml import to_toml
 
 if TYPE_CHECKING:
@@ -160,9 +160,10 @@ def _locked_folder(out: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        release_lock(out, lock)
+        if out.is_dir():
+            release_lock(out, lock, remove=all(file.name == LOCK for file in out.iterdir()))
         for folder in created:
-            if not any(folder.iterdir()):
+            if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
 
