@@ -9,7 +9,9 @@ from comfedl.data.federated import FederatedData
 from comfedl.data.registry import read
 from comfedl.utils import rng
 
-Pixels, Labels = NDArray[np.float32], NDArray[np.int64]
+Pixels = NDArray[np.float32]
+Labels = NDArray[np.int64]
+
 TRAIN = {"city": 400, "town": 200, "harbour": 150, "valley": 100, "island": 100}
 VALIDATION = 160
 TURNED = "island"
