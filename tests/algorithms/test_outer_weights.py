@@ -207,7 +207,7 @@ def robust_by_hand(
 def test_robust_by_hand(case: str) -> None:
     arguments, on, offset = CASES[case]
     memory = None if arguments.get("on") == "outer" else 0.98
-    found = trained(cf.Robust(gamma=GAMMA, **arguments, **COMMON), 4)
+    found = trained(cf.Robust(gamma=GAMMA, server_average=None, **arguments, **COMMON), 4)
     torch.testing.assert_close(found, robust_by_hand(4, on, offset(), memory), rtol=0, atol=1e-9)
 
 

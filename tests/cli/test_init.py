@@ -47,7 +47,10 @@ def steps() -> list[tuple[str, str]]:
     text = PAGE.read_text(encoding="utf-8")
     for head, body in re.findall(r"^```(\w+[^\n]*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         title = re.search(r'title="([^"]+)"', head)
-        found += [(title[1], body)] if title else [("", line) for line in body.splitlines()]
+        if title:
+            found.append((title[1], body))
+        elif head == "sh":
+            found += [("", line) for line in body.splitlines()]
     return found
 
 

@@ -499,7 +499,7 @@ def test_the_resolved_config_says_every_hyper_parameter() -> None:
     assert {"name", "partition", "clients", "samples", "validation", "test"} <= set(resolved["data"])
     assert {"name", "lr", "local_steps", "batch_size", "inner", "outer"} <= set(resolved["algorithm"])
     assert {"name", "lr", "steps", "order"} <= set(resolved["algorithm"]["inner"])
-    assert resolved["algorithm"]["outer"] == {"name": "kl", "gamma": 1.0, "on": "train"}
+    assert resolved["algorithm"]["outer"] == {"name": "kl", "gamma": 1.0}
 
 
 @pytest.mark.parametrize(

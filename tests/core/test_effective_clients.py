@@ -130,7 +130,7 @@ def test_a_config_keeps_it_and_a_stopped_run_goes_on_to_the_bit(tmp_path: Path) 
     config = parse_config(settings(effective_clients=3))
     whole = run_config(config, out=tmp_path / "whole")
     written = tomllib.loads((tmp_path / "whole" / "config.toml").read_text())
-    assert written["algorithm"]["outer"] == {"name": "kl", "effective_clients": 3.0, "on": "train"}
+    assert written["algorithm"]["outer"] == {"name": "kl", "effective_clients": 3.0}
     assert parse_config(written).resolved() == config.resolved()
 
     class Stop(cf.Callback):

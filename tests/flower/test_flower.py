@@ -154,11 +154,13 @@ def test_excess_baselines_of_other_sites(three_clients: cf.FederatedData, tmp_pa
         serve(grid_of(three_clients, tmp_path), settings)
 
 
-def test_a_site_of_one_sample_cannot_be_split(tmp_path: Path) -> None:
+def test_a_site_of_one_sample_cannot_be_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has nothing left to train on, and is refused like a site without samples."""
     x, y = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
-    fed = cf.FederatedData({"a": (x, y), "b": (x[:1], y[:1])})
-    with pytest.raises(cf.ConfigError, match="Client 'b' has one train sample, of which no outer data can be set"):
-        serve(grid_of(fed, tmp_path), config("excess"))
+    fed = cf.FederatedData({"a": (x, y), "b": (x[:1], y[:1]), "c": (x, y)})
+    result = serve(grid_of(fed, tmp_path), config("excess"))
+    assert {row["client"] for row in result.clients} == {"a", "c"}
+    assert "'b'" in caplog.text and "samples" in caplog.text
 
 
 def test_a_run_with_data_set_aside_resumes(three_clients: cf.FederatedData, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_describe_has_the_name_and_omits_what_is_not_set() -> None:
     described = describe(cf.ComFedL(lr=0.5, batch_size=None, outer=cf.KL(0.2)))
     assert described["name"] == "comfedl"
     assert described["lr"] == 0.5
-    assert described["outer"] == {"name": "kl", "gamma": 0.2, "on": "train"}
+    assert described["outer"] == {"name": "kl", "gamma": 0.2}
     assert described["batch_size"] == "all"  # omitted, it would be read back as the default
     assert "inner" not in described and "problem" not in described
 

@@ -9,7 +9,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable
 from comfedl.core.protocol import NUMBER, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError, Diverged
+from comfedl.utils.toml import LATER
 from comfedl.utils.tree import Tree
 
 STEPS = ("plain", "safe")
@@ -308,7 +309,7 @@ class ComFedL(Compositional):
     outer: Outer | None = None
     problem: Composition | None = None
     outer_batch_size: int | str = "same"
-    step: str = "plain"
+    step: str = field(default="plain", metadata=LATER)
 
     name: ClassVar[str] = "comfedl"
     paper: ClassVar[str] = "Huang and Li, Algorithm 1"
@@ -318,14 +319,14 @@ class ComFedL(Compositional):
     def __post_init__(self) -> None:
         checks.one_of("step", self.step, STEPS)
         super().__post_init__()
-        for field, kind, example in (
+        for name, kind, example in (
             ("inner", Adapt, "Adapt(lr=0.05)"),
             ("outer", Outer, "KL(gamma=0.2)"),
             ("problem", Composition, "Composition(inner, outer)"),
         ):
-            value = getattr(self, field)
+            value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise ConfigError(f"{field} is {value!r}, but it must be None or like {example}.")
+                raise ConfigError(f"{name} is {value!r}, but it must be None or like {example}.")
         if self.inner is not None and self.problem is not None:
             raise ConfigError("inner and problem are both given, but problem has its own inner map; give one of them.")
         if isinstance(self.outer_batch_size, str):

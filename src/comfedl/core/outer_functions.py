@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -28,6 +28,7 @@ from comfedl.core.simplex import (
 )
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
+from comfedl.utils.toml import LATER
 
 
 class Outer(ABC):
@@ -150,7 +151,7 @@ class KL(Coupled):
     cap: float | None = None
     effective_clients: float | None = None
     memory: float | None = None
-    on: str = "train"
+    on: str = field(default="train", metadata=LATER)
     offset: Offset | None = None
 
     def __post_init__(self) -> None:

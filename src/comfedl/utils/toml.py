@@ -10,14 +10,22 @@ from typing import Any
 
 import numpy as np
 
+LATER = {"later": True}
+"""Metadata of a field that version 0.1 did not have: its default is not recorded, so that older runs can be resumed."""
+
 
 def describe(value: Any) -> Any:
     """A dataclass, such as an algorithm or an outer function, as a dict with its name; None values are omitted."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = getattr(value, "name", type(value).__name__.lower())
-        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        later = {
+            f.name for f in dataclasses.fields(value) if f.metadata == LATER and getattr(value, f.name) == f.default
+        }
+        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in later}
         # A None that is not the default, as in batch_size, stands for all the data.
-        fields |= {f.name: "all" for f in dataclasses.fields(value) if fields[f.name] is None and f.default is not None}
+        fields |= {
+            f.name: "all" for f in dataclasses.fields(value) if fields.get(f.name, 0) is None and f.default is not None
+        }
         return {"name": name} | {key: part for key, part in fields.items() if part is not None}
     if isinstance(value, tuple):
         return [describe(part) for part in value]
