@@ -35,6 +35,7 @@ class Federation:
     local_steps: int = 5
     clients_per_round: int | None = None
     loss_samples: int | None = None
+    equal_sizes: bool = False
     evaluations: int = 20  # in a run; the last three count
     tuning: float = 1.0  # the length of a tuning run, as a share of ``rounds``
     values: int = 3  # of a method's own parameter
@@ -144,12 +145,14 @@ FEDERATIONS = {
         _classes("fashion-mnist", (0, 2, 6), 3),
         "logistic",
         rounds=300,
+        equal_sizes=True,
     ),
     "one-class": Federation(
         "Fashion-MNIST, 10 clients of one class each",
         _classes("fashion-mnist", None, 10),
         "logistic",
         rounds=300,
+        equal_sizes=True,
         loss_samples=1000,
     ),
     "odd-mlp": Federation("Fashion-MNIST, 10 sites, two of them odd, MLP", odd_sites, "mlp", rounds=200),
@@ -161,6 +164,7 @@ FEDERATIONS = {
         many_sites(60, 6),
         "mlp",
         rounds=300,
+        equal_sizes=True,
         clients_per_round=10,
     ),
     "adult-occupation": Federation("Adult, 13 occupations, MLP", _natural("adult", "occupation"), "mlp", rounds=200),
@@ -169,6 +173,7 @@ FEDERATIONS = {
         many_sites(200, 10),
         "mlp",
         rounds=300,
+        equal_sizes=True,
         clients_per_round=10,
     ),
     "flights": Federation(
@@ -176,7 +181,10 @@ FEDERATIONS = {
     ),
     "odd-cnn": Federation("Fashion-MNIST, the odd sites, CNN", odd_sites, **_cnn()),
     "cifar-one-class": Federation(
-        "CIFAR-10, 10 clients of one class each, CNN (short)", _classes("cifar10", None, 10, held_out=200), **_cnn()
+        "CIFAR-10, 10 clients of one class each, CNN (short)",
+        _classes("cifar10", None, 10, held_out=200),
+        equal_sizes=True,
+        **_cnn(),
     ),
     "cifar-dirichlet": Federation("CIFAR-10, 10 clients by Dirichlet(0.1), CNN (short)", _dirichlet, **_cnn()),
 }

@@ -25,6 +25,7 @@ class Entry:
     values: Sequence[float]
     make: Callable[..., Algorithm]
     can_sample: bool = True
+    for_unequal_sizes: bool = False
 
 
 def _decay(weight_decay: float) -> SGD:
@@ -67,6 +68,10 @@ def _robust(value: float, **common: Any) -> Algorithm:
     return cf.Robust(gamma=value, **common)
 
 
+def _robust_offset(value: float, **common: Any) -> Algorithm:
+    return cf.Robust(gamma=0.1, offset=cf.offset.Generalisation(value), **common)
+
+
 METHODS = {
     "fedavg": Entry("FedAvg", "weight decay", (0.0, 1e-3, 1e-2), _fedavg),
     "equal": Entry("equal weights", "weight decay", (0.0, 1e-3, 1e-2), _equal),
@@ -77,4 +82,7 @@ METHODS = {
     "afl": Entry("AFL", "dual lr", (0.01, 0.08, 0.001), _afl, can_sample=False),
     "kl": Entry("KL plain (TERM, t = 1 / gamma)", "gamma", (0.1, 0.3, 0.03), _kl),
     "robust": Entry("Robust", "gamma", (0.1, 0.3, 0.03), _robust),
+    "robust-offset": Entry(
+        "Robust with `offset`", "c of Generalisation", (10.0, 30.0, 3.0), _robust_offset, for_unequal_sizes=True
+    ),
 }

@@ -55,11 +55,11 @@ def _error(values: NDArray[np.float64]) -> float:
     return float(values.std(ddof=1) / len(values) ** 0.5)
 
 
-def standing(judged: Mapping[str, list[Row]]) -> tuple[str, str]:
-    """The best method but Robust, and what Robust is beside it: "ahead", "within noise" or "behind"."""
-    others = {name: _values(found, WORST) for name, found in judged.items() if name != "robust"}
-    best = max(others, key=lambda name: others[name].mean())
-    gap = _values(judged["robust"], WORST) - others[best]
+def standing(judged: Mapping[str, list[Row]], name: str) -> tuple[str, str]:
+    """The best method but Robust, and what ``name`` is beside it: "ahead", "within noise" or "behind"."""
+    others = {other: _values(found, WORST) for other, found in judged.items() if not other.startswith("robust")}
+    best = max(others, key=lambda other: others[other].mean())
+    gap = _values(judged[name], WORST) - others[best]
     noise = 2 * _error(gap)  # the difference of each seed's pair
     return best, "within noise" if abs(gap.mean()) <= noise else "ahead" if gap.mean() > 0 else "behind"
 
@@ -77,7 +77,9 @@ def _overview(rows: Rows, optima: Mapping[str, Any], done: Sequence[str]) -> str
             cells.append(f"**{text}**" if method == best else text)
         verdict = ""
         if "robust" in judged and len(judged) > 1:
-            rival, verdict = standing(judged)
+            rival, verdict = standing(judged, "robust")
+            if "robust-offset" in judged:
+                verdict += f"; with `offset` {standing(judged, 'robust-offset')[1]}"
             verdict += f" ({METHODS[rival].title})"
         lines.append(f"| {FEDERATIONS[name].title} | {' | '.join(cells)} | {_optimum(optima, name)} | {verdict} |")
     return "\n".join(lines)

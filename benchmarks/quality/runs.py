@@ -39,6 +39,12 @@ class Run:
         return self.seed >= TUNING_SEED
 
 
+def applies(federation: str, method: str) -> bool:
+    """Whether a method makes sense here: AFL needs all clients, and an offset by size needs sizes that differ."""
+    plan, entry = FEDERATIONS[federation], METHODS[method]
+    return (entry.can_sample or plan.clients_per_round is None) and not (entry.for_unequal_sizes and plan.equal_sizes)
+
+
 def tuning_runs(federation: str, method: str) -> list[Run]:
     """The trials of a method: every learning rate with every value of its own parameter."""
     plan, entry = FEDERATIONS[federation], METHODS[method]
@@ -114,7 +120,7 @@ def complete(federations: Iterable[str], methods: Iterable[str], path: Path, job
                 wanted = [
                     run
                     for method in methods
-                    if METHODS[method].can_sample or FEDERATIONS[federation].clients_per_round is None
+                    if applies(federation, method)
                     for run in (phase(federation, method) if phase else judged_runs(rows, federation, method))
                     if run not in rows
                 ]
