@@ -1,13 +1,16 @@
-"""comfedl advise: the effect of each gamma."""
+"""comfedl advise: whether anybody is outvoted, and the effect of each gamma."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from comfedl.cli.options import Changes, print_table
+
+if TYPE_CHECKING:
+    from comfedl.analysis.robust_advice import Advice
 
 
 def advise(
@@ -17,26 +20,46 @@ def advise(
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a plot.")] = None,
     set: Changes = None,
 ) -> None:
-    """Show the effect of each gamma of KL: client weights, effective clients and gradient noise."""
-    from comfedl.analysis.gamma_advice import advise as make_advice, plot_advice
-    from comfedl.cli.tables import show_advice, show_weights
+    """Say whether plain averaging outvotes a client, and what each gamma would do to the clients' weights."""
+    from comfedl.analysis.robust_advice import advise as make_advice, plot_advice
+    from comfedl.cli.tables import show_advice, show_fits, show_weights
     from comfedl.config.schema import read_config
     from comfedl.training.run_folder import readable
 
     advice = make_advice(read_config(config, set or ()), warmup, gamma or ())
+    if advice.fits:
+        print_table(show_fits(advice))
+        typer.echo(_verdict(advice))
     print_table(show_weights(advice))
     print_table(show_advice(advice))
     if advice.equal_losses:
         typer.echo("All clients have the same loss, so every gamma gives uniform weights; use a larger --warmup.")
     else:
-        half = max(1.0, advice.participants / 2)
         typer.echo(
             "noise: variance of the weighted mean of client gradients, relative to the plain mean; when noise limits "
             "convergence, expect about this factor more rounds.\n"
-            f'Losses change during training; outer = {{ name = "kl", effective_clients = {half:g} }} fixes the number '
-            "of effective clients instead of gamma."
+            "These weights are for the losses as they are now; Robust's shrink as the losses come together."
         )
     if png is not None:
         with readable(png):
             plot_advice(advice, png)
         typer.echo(f"Written to {png}")
+
+
+def _verdict(advice: Advice) -> str:
+    """Whether robust weights can be expected to help, in a sentence or two."""
+    from comfedl.analysis.robust_advice import FALL
+
+    worst = max(advice.fits, key=lambda fit: fit.loss)
+    if not advice.outvoted:
+        return (
+            f"Nobody is outvoted: a fit of its own does not lower the loss of {worst.client}, the worst client, by "
+            f"{FALL:.0%}. Its task is hard or its data are few; expect little from robust weights."
+        )
+    names = ", ".join(fit.client for fit in advice.outvoted[:5])
+    rest = len(advice.outvoted) - 5
+    its, it = ("its", "it") if len(advice.outvoted) == 1 else ("their", "them")
+    return (
+        f"Outvoted: {names}{f' and {rest} more' if rest > 0 else ''}. A fit of {its} own serves {it} better than the "
+        "average does, so more weight can, too: try the method robust."
+    )

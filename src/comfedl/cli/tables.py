@@ -15,8 +15,8 @@ from comfedl.algorithms import ALGORITHMS
 from comfedl.algorithms.base import Algorithm
 from comfedl.analysis.compare import Cell, Comparison
 from comfedl.analysis.evaluate import ClientScores
-from comfedl.analysis.gamma_advice import Advice
 from comfedl.analysis.personalize import Personalized
+from comfedl.analysis.robust_advice import Advice
 from comfedl.core.optim import CLIENT_OPTIMIZERS, OPTIMIZERS, SERVER_OPTIMIZERS
 from comfedl.core.outer_functions import OUTERS
 from comfedl.core.schedule import SCHEDULES
@@ -258,6 +258,21 @@ def show_personalized(found: Personalized) -> Table:
     table = _table(f"Scores on {found.held_out} held-out samples", "", "global model", "adapted")
     for key, value in found.before.items():
         table.add_row(key, _format(value), _format(found.after[key]))
+    return table
+
+
+def show_fits(advice: Advice, most: int = 10) -> Table:
+    """The clients with the largest losses under plain averaging, and who of them is outvoted."""
+    data = "held-out data" if advice.split == "validation" else "training data"
+    title = f"After {advice.warmup} rounds of averaging with equal weights: loss on {data}"
+    table = _table(title, "client", "samples", "averaged model", "after a fit of its own", "")
+    outvoted = {fit.client for fit in advice.outvoted}
+    fits = sorted(advice.fits, key=lambda fit: -fit.loss)
+    for fit in fits[:most]:
+        verdict = "outvoted" if fit.client in outvoted else ""
+        table.add_row(escape(fit.client), str(fit.samples), _format(fit.loss), _format(fit.own), verdict)
+    if len(fits) > most:
+        table.caption = f"and {len(fits) - most} clients with smaller losses"
     return table
 
 

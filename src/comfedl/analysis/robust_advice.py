@@ -1,4 +1,9 @@
-"""How each gamma of KL would weight the clients, computed from their losses.
+"""Whether anybody is outvoted, and how each gamma would weight the clients.
+
+After some rounds of plain averaging with equal weights, a client is *outvoted* if its loss is above the clients' mean
+and a short fit on its own data, from the averaged model, lowers it by a fifth or more: it needs another model than the
+average, and more weight can give it one. Where its own fit does not help, the task is hard or the data are few, and
+more weight would be taken from the others for little. Losses are on held-out data where there are any.
 
 For a given gamma the weights are r = softmax(losses / gamma), which is worth ``1 / sum_i r_i^2`` effective clients. If
 the gradients of n clients have independent noise of equal variance, the variance of their weighted mean is
@@ -9,7 +14,7 @@ factor more rounds, or more samples per step.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,7 @@ from comfedl.algorithms.fedavg import FedAvg
 from comfedl.config.schema import Config
 from comfedl.core.client_statistics import effective_clients
 from comfedl.core.learner import Model
+from comfedl.core.objectives import LocalLoss
 from comfedl.core.outer_functions import KL
 from comfedl.core.simplex import ROUNDING, effective_gamma, softmax_weights
 from comfedl.training.arguments import check_fit, make_learner
@@ -35,6 +41,8 @@ from comfedl.utils.files import write_atomic
 GAMMAS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 WARMUP = 20
 DRAWS = 200  # of participants, under partial participation
+OWN_STEPS = 50  # of a client's own fit
+FALL = 0.2  # of the loss: what its own fit must gain for a client to be outvoted
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,26 @@ class GammaEffect:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """A client under plain averaging: its loss with the averaged model, and after a short fit of its own."""
+
+    client: str
+    samples: int
+    loss: float
+    own: float
+
+    def is_outvoted(self, mean: float) -> bool:
+        """Whether the client does worse than the mean, and would not with a model of its own."""
+        return self.loss > mean and self.own <= (1 - FALL) * self.loss
+
+
+@dataclass(frozen=True)
 class Advice:
-    """The client losses after a few rounds of plain averaging, and the effect of each gamma."""
+    """The client losses after a few rounds of plain averaging, and the effect of each gamma.
+
+    ``fits`` is empty where nobody can be said to be outvoted: after no rounds, or if the objective is not the local
+    loss. ``split`` names the data that its losses are on.
+    """
 
     names: Sequence[str]
     losses: NDArray[np.float64]
@@ -65,6 +91,14 @@ class Advice:
     warmup: int
     effects: Sequence[GammaEffect]
     config_gamma: float | None
+    fits: Sequence[Fit] = ()
+    split: str = "train"
+
+    @property
+    def outvoted(self) -> list[Fit]:
+        """The clients that plain averaging outvotes, the worst first."""
+        mean = sum(fit.loss for fit in self.fits) / max(1, len(self.fits))
+        return sorted((fit for fit in self.fits if fit.is_outvoted(mean)), key=lambda fit: -fit.loss)
 
     @property
     def equal_losses(self) -> bool:
@@ -81,7 +115,7 @@ def advise(config: Config, warmup: int = WARMUP, gammas: Sequence[float] = ()) -
     for gamma in gammas:
         checks.positive("gamma", gamma)
     algorithm = config.make_algorithm()
-    names, losses = _client_losses(config, algorithm, warmup)
+    names, losses, split, fits = _client_losses(config, algorithm, warmup)
     outer = algorithm.g if isinstance(algorithm, Compositional) else None
     config_gamma = getattr(outer, "gamma", None)
     if isinstance(outer, KL) and outer.effective_clients is not None:
@@ -90,17 +124,20 @@ def advise(config: Config, warmup: int = WARMUP, gammas: Sequence[float] = ()) -
     considered = sorted({*(gammas or GAMMAS), *([] if config_gamma is None else [float(config_gamma)])})
     participants = min(config.clients_per_round or len(names), len(names))
     effects = [_effect(gamma, losses, participants, config.seed) for gamma in considered]
-    return Advice(names, losses, participants, warmup, effects, config_gamma)
+    return Advice(names, losses, participants, warmup, effects, config_gamma, fits, split)
 
 
-def _client_losses(config: Config, algorithm: Algorithm, warmup: int) -> tuple[Sequence[str], NDArray[np.float64]]:
-    """The method's inner objective per client, on its full training data after the warm-up."""
+def _client_losses(
+    config: Config, algorithm: Algorithm, warmup: int
+) -> tuple[Sequence[str], NDArray[np.float64], str, list[Fit]]:
+    """The method's inner objective per client, on its training data after the warm-up; and the clients' own fits."""
     fed = config.make_data()
     module = config.make_model(fed)
     learner, model, frozen = make_learner(module, config.make_loss(), algorithm)
     first = next(iter(model["params"].values()))
     data = fed.to(first.dtype, first.device)
     check_fit(learner, model, data)
+    split, fits = "validation" if data.validation is not None else "train", []
     if warmup:
         result = fit(
             module,
@@ -111,22 +148,36 @@ def _client_losses(config: Config, algorithm: Algorithm, warmup: int) -> tuple[S
             config.make_loss(),
             config.clients_per_round,
             eval_every=warmup,
-            eval_clients=1,
             engine_options=None if config.embedded is None else config.embedded.model_dump(),
         )
         trained = {name: part for name, part in result.params.items() if name not in frozen}
         model = Model(params=trained, buffers=result.buffers)
+        if isinstance(algorithm.objective(learner), LocalLoss):
+            fits = _fits(result.clients, dict(zip(data.names, data.train.sizes.tolist(), strict=True)), split)
     objective, outer = algorithm.objective(learner), data.split("outer")
     assert outer is not None
     values = [float(objective.value(model, data.train.samples_of(i), outer.samples_of(i))) for i in range(len(data))]
-    return data.names, np.array(values)
+    return data.names, np.array(values), split, fits
+
+
+def _fits(rows: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], split: str) -> list[Fit]:
+    """The clients' losses in the last evaluated round; clients without held-out data are left out."""
+    loss, own = f"{split}.loss", f"{split}.personal_loss"
+    last = max(row["round"] for row in rows)
+    return [
+        Fit(row["client"], sizes[row["client"]], row[loss], row[own])
+        for row in rows
+        if row["round"] == last and row.get(loss) is not None and row.get(own) is not None
+    ]
 
 
 def _plain_averaging(algorithm: Algorithm) -> Algorithm:
-    """Uniform averaging with the method's local training."""
+    """Uniform averaging with the method's local training; a personal model is a client's own fit."""
     common: dict[str, Any] = {field.name: getattr(algorithm, field.name) for field in fields(Algorithm)}
+    if not isinstance(algorithm, Compositional) or (algorithm.adapt is None and algorithm.composition is None):
+        common["personal_steps"] = OWN_STEPS
     if isinstance(algorithm, ComFedL):
-        return replace(algorithm, outer=None)
+        return replace(algorithm, outer=None, step="plain", personal_steps=common["personal_steps"])
     if isinstance(algorithm, Compositional):
         return ComFedL(inner=algorithm.adapt, **common)
     return FedAvg(weighting="uniform", **common)

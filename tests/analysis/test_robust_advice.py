@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import comfedl as cf
-from comfedl.analysis.gamma_advice import advise, plot_advice
+from comfedl.analysis.robust_advice import advise, plot_advice
 from comfedl.cli.main import main
 from comfedl.config.schema import parse_config, run_config
 from comfedl.core.simplex import effective_gamma
@@ -90,6 +90,57 @@ def test_other_methods(name: str) -> None:
     assert np.isfinite(found.losses).all() and not found.equal_losses
 
 
+def turned() -> cf.FederatedData:
+    """Three alike sites and one whose labels mean something else."""
+    generator = torch.Generator().manual_seed(0)
+
+    def site(flip: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(200, 4, generator=generator)
+        return x, ((x[:, 0] > 0) ^ flip).long()
+
+    kinds = {"a": False, "b": False, "c": False, "other": True}
+    return cf.FederatedData(*({name: site(flip) for name, flip in kinds.items()} for _ in range(2)))
+
+
+def noisy() -> cf.FederatedData:
+    """Four sites of one kind, at one of which half of the labels are guesses: hard, and not outvoted."""
+    generator = torch.Generator().manual_seed(0)
+
+    def site(hard: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(200, 4, generator=generator)
+        guess = torch.rand(200, generator=generator) < 0.5
+        y = (x[:, 0] > 0).long()
+        return x, torch.where(guess, torch.randint(0, 2, (200,), generator=generator), y) if hard else y
+
+    kinds = {"a": False, "b": False, "c": False, "hard": True}
+    return cf.FederatedData(*({name: site(hard) for name, hard in kinds.items()} for _ in range(2)))
+
+
+@pytest.mark.parametrize(("data", "expected"), [("turned", ["other"]), ("noisy", [])])
+def test_who_is_outvoted(data: str, expected: list[str]) -> None:
+    config = parse_config(settings(data={"name": f"{__name__}:fed_{data}"}))
+    found = advise(config, warmup=20, gammas=[0.1])
+    assert [fit.client for fit in found.outvoted] == expected
+    assert found.split == "validation" and {fit.samples for fit in found.fits} == {200}
+    worst = max(found.fits, key=lambda fit: fit.loss)
+    assert worst.client == ("other" if expected else "hard")
+
+
+def fed_turned(seed: int) -> cf.FederatedData:
+    return turned()
+
+
+def fed_noisy(seed: int) -> cf.FederatedData:
+    return noisy()
+
+
+def test_nobody_can_be_said_to_be_outvoted() -> None:
+    """Before any round, or with an objective that adapts to each client already."""
+    assert not advise(parse_config(settings()), warmup=0).fits
+    adapted = {"name": "comfedl", "lr": 0.3, "inner": {"name": "adapt", "lr": 0.1}}
+    assert not advise(parse_config(settings(algorithm=adapted)), warmup=2).fits
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.toml").write_text(to_toml(settings()))
@@ -97,7 +148,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr().out
-    assert not ended.value.code and "0.3 (config)" in said and "effective_clients = 3" in said
+    assert not ended.value.code and "0.3 (config)" in said and "Outvoted: " in said
     assert Path("gamma.png").read_bytes()[:4] == b"\x89PNG"
     for option, value in (("--warmup", "-1"), ("--gamma", "0")):
         monkeypatch.setattr("sys.argv", ["comfedl", "advise", "config.toml", option, value])
