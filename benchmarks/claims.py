@@ -1,7 +1,7 @@
 """Comparisons quoted in the documentation, all sides in one run: ``python benchmarks/claims.py NAME``.
 
-demo: the demo's three methods on twenty seeds, 100 to 119. participation: two ways for
-``KL`` to weight four of forty clients per round: among themselves, as it does, or by n / m from the last known losses.
+demo: the demo's three methods on twenty seeds, 100 to 119. participation: Robust with 10 of 60 and 10 of 200 clients a
+round, weighted among themselves, as it does, or by their share among all clients (Fashion-MNIST, three seeds).
 optimizers: an MLP on digits after 30 rounds with momentum or Adam, and after 30 and 100 of plain SGD, once with the
 default learning rate and once with the best of eight, chosen for 30 rounds (SGD: for 100) on seeds 100 and 101.
 """
@@ -10,36 +10,48 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks.quality
 
 import comfedl as cf
-from comfedl.algorithms.base import State
-from comfedl.algorithms.comfedl import known_weights
-from comfedl.algorithms.context import Participation, RoundContext
+from benchmarks.quality.federations import FEDERATIONS
 from comfedl.cli import demo
 from comfedl.config.schema import run_config
-from comfedl.core import client_vector
-from comfedl.core.outer_functions import Coupled
+from comfedl.core.learner import Model
+from comfedl.core.protocol import Replies
 
+SHARES = ("worst", "worst10", "mean")
 METRICS = ("validation.accuracy.worst", "validation.accuracy.mean", "train.loss.worst", "train.accuracy.worst")
 
 
 @dataclass(frozen=True)
-class WeightsFromLastLosses(cf.ComFedL):
-    """Weights (k / m) r_i over the k known clients, scaled down to a sum of 1 if it exceeds that."""
+class RobustByTable(cf.Robust):
+    """Robust whose step is as long as the participants weigh among all clients: n / m times their share, at most 1.
 
-    def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
-        replies = context.ask("train", context.sample(), {"model": state["model"]})
-        losses = client_vector.put(state["losses"], replies.clients, replies.numbers("loss"))
-        known = ~client_vector.to_tensor(losses).isnan()
-        assert isinstance(self.g, Coupled)
-        present = known_weights(self.g, losses)[replies.clients]
-        weights = present * min(int(known.sum()) / len(present), 1 / max(float(present.sum()), 1e-300))
-        state = self.advance({**state, "losses": losses}, replies, weights)
-        return state, Participation(replies.clients, weights)
+    Clients that are absent count with the loss last seen, moved along with a drift that all have in common: a moving
+    average of how far the participants' losses are from what the table has for them.
+    """
+
+    known: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def weigh(self, model: Model, replies: Replies, losses: Tensor, updates: Any) -> tuple[Tensor, Any]:
+        weights, shrink = super().weigh(model, replies, losses, updates)
+        seen, drift = self.known.get("seen", {}), self.known.get("drift", 0.0)
+        now = dict(zip(replies.clients, losses.tolist(), strict=True))
+        gaps = [loss - seen[client] - drift for client, loss in now.items() if client in seen]
+        everybody = {client: loss + drift for client, loss in seen.items()} | now
+        shares = self.g.weights(torch.tensor(list(everybody.values()), dtype=torch.float64))  # type: ignore[attr-defined]
+        present = sum(float(r) for client, r in zip(everybody, shares, strict=True) if client in now)
+        drift += 0.3 * float(np.mean(gaps)) if gaps else 0.0
+        self.known.update(seen=seen | {client: loss - drift for client, loss in now.items()}, drift=drift)
+        return weights * min(1.0, present * len(everybody) / len(now)), shrink
 
 
 def show(rows: dict[str, list[list[float]]]) -> None:
@@ -63,18 +75,30 @@ def on_fresh_sites() -> None:
 
 
 def participation() -> None:
-    rows: dict[str, list[list[float]]] = {}
-    for seed in range(3):
-        fed = cf.load("digits", cf.partition.Dirichlet(clients=40, alpha=0.3), seed=seed)
-        model = cf.models.build("logistic", (1, 8, 8), 10, seed=0)
-        for name, method in (
-            ("uniform", cf.FedAvg(weighting="uniform", lr=0.5)),
-            ("KL(0.2), participants", cf.ComFedL(outer=cf.KL(0.2), lr=0.5)),
-            ("KL(0.2), n/m by table", WeightsFromLastLosses(outer=cf.KL(0.2), lr=0.5)),
-        ):
-            run = cf.fit(model, fed, method, rounds=100, seed=seed, clients_per_round=4, eval_every=100)
-            rows.setdefault(name, []).append([float(run.rounds[-1][metric] or 0) for metric in METRICS])
-    show(rows)
+    same: dict[str, Any] = {"server_optimizer": cf.optim.SGD(momentum=0.9), "server_average": 0.9}
+    for federation in ("10-of-60", "10-of-200"):
+        plan, rows = FEDERATIONS[federation], {}
+        for seed in range(5, 8):
+            fed = plan.make(seed)
+            for lr in (0.03, 0.1):
+                common: dict[str, Any] = {"lr": lr, "batch_size": plan.batch_size, "personal_steps": 0}
+                for name, method in (
+                    ("equal weights, Robust's optimiser", cf.ComFedL(**common, **same)),
+                    ("Robust, weights among participants", cf.Robust(**common)),
+                    ("Robust, share by the table", RobustByTable(**common)),
+                ):
+                    model = cf.models.build(plan.model, fed.train.x.shape[1:], 10, seed)
+                    every, some = plan.rounds, plan.clients_per_round
+                    run = cf.fit(model, fed, method, plan.rounds, seed, clients_per_round=some, eval_every=every)
+                    scores = [float(run.rounds[-1][f"test.accuracy.{measure}"] or 0) for measure in SHARES]
+                    rows.setdefault(f"{federation}, lr {lr:g}: {name}", []).append(scores)
+        for name, values in rows.items():
+            means = np.mean(values, axis=0)
+            print(
+                name,
+                ", ".join(f"{measure} {mean:.3f}" for measure, mean in zip(SHARES, means, strict=True)),
+                flush=True,
+            )
 
 
 OPTIMIZERS: dict[str, tuple[int, dict[str, Any]]] = {
