@@ -1,9 +1,9 @@
 """Every method on every federation, tuned with the same budget on validation data and judged on test data.
 
     python -m benchmarks.quality [FEDERATION ...] [--methods M ...] [--jobs 2] [--out results/quality]
-    python -m benchmarks.quality --report
+    python -m benchmarks.quality --report --page docs/quality.md
 
-Goes on where it was stopped: ``runs.jsonl`` gets each run as it ends. ``--report`` writes the tables from it.
+Goes on where it was stopped: ``runs.jsonl`` gets each run as it ends. ``--report`` only makes the tables from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, default=Path("results/quality"))
-    parser.add_argument("--report", action="store_true", help="run nothing, only write the tables")
+    parser.add_argument("--report", action="store_true", help="run nothing, only make the tables")
+    parser.add_argument("--page", type=Path, help="a page to write the tables into")
     given = parser.parse_args()
     unknown = [name for name in given.federations if name not in FEDERATIONS]
     if unknown:
@@ -37,7 +38,7 @@ def main() -> None:
             named = f"lr {row['lr']:g}, {METHODS[row['method']].parameter} {row['value']:g}, seed {row['seed']}"
             print(f"{row['federation']:16} {row['method']:14} {kind} {named}: {score}", flush=True)
         optimum.complete(wanted, given.out / "optimum.json")
-    print(report.write(runs.load(path), optimum.load(given.out / "optimum.json"), given.out))
+    print(report.write(runs.load(path), optimum.load(given.out / "optimum.json"), given.out, given.page))
 
 
 if __name__ == "__main__":

@@ -22,18 +22,33 @@ NEAR = 0.95  # of the optimum's gain over the optimum of equal weights
 Rows = Mapping[Run, Row]
 
 
-def write(rows: Rows, optima: Mapping[str, Any], out: Path) -> str:
-    """Write ``quality.md`` and ``summary.csv``; returns the text."""
-    done = [name for name in FEDERATIONS if _judged(rows, name)]
-    parts = [_overview(rows, optima, done), *(_details(rows, optima, name) for name in done)]
-    text = "\n\n".join(part for part in parts if part) + "\n"
+OVERVIEW, DETAILS = "overview", "details"  # the places of the tables in a page
+
+
+def write(rows: Rows, optima: Mapping[str, Any], out: Path, page: Path | None = None) -> str:
+    """Write ``summary.csv``, and the tables into the page; returns the tables."""
+    done = [name for name in FEDERATIONS if judged(rows, name)]
+    tables = {
+        OVERVIEW: overview(rows, optima, done),
+        DETAILS: "\n\n".join(details(rows, optima, name) for name in done),
+    }
     out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / "quality.md", text.encode())
     write_atomic(out / "summary.csv", _summary(rows, done).encode())
+    if page is not None:
+        write_atomic(page, fill(page.read_text(encoding="utf-8"), tables).encode())
+    return "\n\n".join(tables.values())
+
+
+def fill(text: str, tables: Mapping[str, str]) -> str:
+    """A page with each table between its two marks."""
+    for name, table in tables.items():
+        start, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        before, _, rest = text.partition(start)
+        text = before + start + "\n" + table + "\n\n" + end + rest.partition(end)[2]
     return text
 
 
-def _judged(rows: Rows, federation: str) -> dict[str, list[Row]]:
+def judged(rows: Rows, federation: str) -> dict[str, list[Row]]:
     """The rows of each method that has all its judged runs."""
     found = {}
     for method in METHODS:
@@ -55,31 +70,31 @@ def _error(values: NDArray[np.float64]) -> float:
     return float(values.std(ddof=1) / len(values) ** 0.5)
 
 
-def standing(judged: Mapping[str, list[Row]], name: str) -> tuple[str, str]:
+def standing(scores: Mapping[str, list[Row]], name: str) -> tuple[str, str]:
     """The best method but Robust, and what ``name`` is beside it: "ahead", "within noise" or "behind"."""
-    others = {other: _values(found, WORST) for other, found in judged.items() if not other.startswith("robust")}
+    others = {other: _values(found, WORST) for other, found in scores.items() if not other.startswith("robust")}
     best = max(others, key=lambda other: others[other].mean())
-    gap = _values(judged[name], WORST) - others[best]
+    gap = _values(scores[name], WORST) - others[best]
     noise = 2 * _error(gap)  # the difference of each seed's pair
     return best, "within noise" if abs(gap.mean()) <= noise else "ahead" if gap.mean() > 0 else "behind"
 
 
-def _overview(rows: Rows, optima: Mapping[str, Any], done: Sequence[str]) -> str:
+def overview(rows: Rows, optima: Mapping[str, Any], done: Sequence[str]) -> str:
     """One line per federation, one column per method: the worst client's test accuracy."""
     lines = ["| federation | " + " | ".join(entry.title for entry in METHODS.values()) + " | optimum | Robust is |"]
     lines.append("|---" * (len(METHODS) + 3) + "|")
     for name in done:
-        judged = _judged(rows, name)
-        best = max(judged, key=lambda method: _values(judged[method], WORST).mean())
+        scores = judged(rows, name)
+        best = max(scores, key=lambda method: _values(scores[method], WORST).mean())
         cells = []
         for method in METHODS:
-            text = _mean(_values(judged[method], WORST)) if method in judged else ""
+            text = _mean(_values(scores[method], WORST)) if method in scores else ""
             cells.append(f"**{text}**" if method == best else text)
         verdict = ""
-        if "robust" in judged and len(judged) > 1:
-            rival, verdict = standing(judged, "robust")
-            if "robust-offset" in judged:
-                verdict += f"; with `offset` {standing(judged, 'robust-offset')[1]}"
+        if "robust" in scores and len(scores) > 1:
+            rival, verdict = standing(scores, "robust")
+            if "robust-offset" in scores:
+                verdict += f"; with `offset` {standing(scores, 'robust-offset')[1]}"
             verdict += f" ({METHODS[rival].title})"
         lines.append(f"| {FEDERATIONS[name].title} | {' | '.join(cells)} | {_optimum(optima, name)} | {verdict} |")
     return "\n".join(lines)
@@ -91,8 +106,8 @@ def _optimum(optima: Mapping[str, Any], federation: str, gamma: str = "0.1") -> 
     return f"{optima[federation][gamma][WORST]:.3f}"
 
 
-def _details(rows: Rows, optima: Mapping[str, Any], federation: str) -> str:
-    judged = _judged(rows, federation)
+def details(rows: Rows, optima: Mapping[str, Any], federation: str) -> str:
+    scores = judged(rows, federation)
     plan = FEDERATIONS[federation]
     lines = [f"### {plan.title}", ""]
     per_round = f", {plan.clients_per_round} clients a round" if plan.clients_per_round else ""
@@ -112,7 +127,7 @@ def _details(rows: Rows, optima: Mapping[str, Any], federation: str) -> str:
         "| method | " + " | ".join(COLUMNS.values()) + " | tuned to | least over all trials |" + " rounds |" * near,
     ]
     lines.append("|---" * (len(COLUMNS) + 3 + near) + "|")
-    for method, found in judged.items():
+    for method, found in scores.items():
         entry = METHODS[method]
         cells = [_mean(_values(found, measure)) for measure in COLUMNS]
         chosen = f"lr {found[0]['lr']:g}, {entry.parameter} {found[0]['value']:g}"
@@ -144,7 +159,7 @@ def _summary(rows: Rows, done: Sequence[str]) -> str:
         ["federation", "method", "lr", "value", *(f"{c} {k}" for c in COLUMNS for k in ("mean", "error")), "seeds"]
     )
     for name in done:
-        for method, found in _judged(rows, name).items():
+        for method, found in judged(rows, name).items():
             numbers = [f(_values(found, c)) for c in COLUMNS for f in (np.mean, _error)]
             first = found[0]
             writer.writerow([name, method, first["lr"], first["value"], *(f"{x:.5f}" for x in numbers), len(found)])

@@ -17,7 +17,7 @@ import comfedl as cf
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is run from the root and is not installed
 
-from benchmarks.quality import federations, report, runs  # noqa: E402
+from benchmarks.quality import federations, optimum, report, runs  # noqa: E402
 from benchmarks.quality.federations import FEDERATIONS, Federation  # noqa: E402
 from benchmarks.quality.methods import METHODS  # noqa: E402
 from benchmarks.quality.optimum import centrally  # noqa: E402
@@ -96,10 +96,26 @@ def test_the_tables(small: str, tmp_path: Path) -> None:
             rows[run] = dataclasses.asdict(run) | measures | {"curve": {1: 0.3, 2: 0.7}}
     optima = {small: {gamma: {"test.accuracy.worst": 0.5} for gamma in ("inf", "0.3", "0.03")}}
     optima[small]["0.1"] = {"test.accuracy.worst": 0.7}
-    text = report.write(rows, optima, tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "A\n<!-- begin overview -->\nold\n<!-- end overview -->\nB\n<!-- begin details -->\n<!-- end details -->"
+    )
+    text = report.write(rows, optima, tmp_path, page)
     assert "**0.750 ± 0.000**" in text and "ahead (equal weights)" in text and "| 0.700 |" in text
     assert "| Robust | 0.750 ± 0.000 | 0.750 ± 0.000 | 0.750 ± 0.000 | lr 0.1, gamma 0.1 | 0.100 | 2 |" in text
     assert (tmp_path / "summary.csv").read_text().count("\n") == 3
+    overview = text.split("\n\n")[0]
+    begin, end = "<!-- begin overview -->\n\n", "\n\n<!-- end overview -->"
+    assert page.read_text().startswith(f"A\n{begin}{overview}{end}\nB\n") and "old" not in page.read_text()
+
+
+def test_the_page_has_the_tables_of_the_results() -> None:
+    folder, page = ROOT / "results" / "quality", (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+    rows, optima = runs.load(folder / "runs.jsonl"), optimum.load(folder / "optimum.json")
+    done = [name for name in FEDERATIONS if report.judged(rows, name)]
+    assert report.overview(rows, optima, done) in page
+    for name in done:
+        assert report.details(rows, optima, name) in page
 
 
 def test_the_optimum_is_the_least() -> None:
