@@ -64,7 +64,9 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "lr": draw(st.floats(1e-4, 2)),
         "local_steps": draw(st.integers(1, 3)),
         "batch_size": draw(st.sampled_from([1, 7, 64, "all"])),
-        "aggregate": draw(st.sampled_from(["mean", "median", "trimmed-mean", "geometric-median"])),
+        "aggregate": draw(
+            st.sampled_from(["mean", "median", "trimmed-mean", "geometric-median", "krum", "multi-krum"])
+        ),
         "personal_steps": draw(st.integers(0, 2)),
     }
     if draw(st.booleans()):

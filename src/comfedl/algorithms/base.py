@@ -23,7 +23,7 @@ from comfedl.core.learner import Batch, Learner, Model, Params, Slope
 from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
 from comfedl.core.optim import SGD, Adagrad, Adam, AdamW, ClientOptimizer, Yogi
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Data, Draw, Outcome, Replies, Step
-from comfedl.core.robust_aggregation import RULES, robust_mean
+from comfedl.core.robust_aggregation import RULES, bad_clients, robust_buffers, robust_mean
 from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.tree import Tree
@@ -118,6 +118,10 @@ def weighted_average(model: Model, replies: Replies, weights: Tensor, name: str 
     )
 
 
+def _stack(trees: Sequence[Tree]) -> Tree:
+    return tree.map(lambda *parts: torch.stack(parts), *trees)
+
+
 # The methods that run at a client.
 CLIENT_SIDE = ("objective", "steps", "train", "descend", "personal", "give_personal", "evaluate", "loss")
 
@@ -132,9 +136,11 @@ class Algorithm(ABC):
         batch_size: samples per local step; None takes all of the client's data.
         loss_samples: the most training samples of a client to measure its loss or objective on; None takes all.
         clip_update_norm: the largest norm of a client's update; longer ones are scaled down. None is no limit.
-        aggregate: how the server averages: "mean", or one of "median", "trimmed-mean" and "geometric-median", which a
-            few bad clients cannot move far. All use the method's weights.
-        trim: the fraction of the weight that "trimmed-mean" drops at either end.
+        aggregate: how the server averages: "mean", or one of "median", "trimmed-mean", "geometric-median", "krum" and
+            "multi-krum", which a few bad clients cannot move far. All use the method's weights, but Krum takes one
+            client's model. With one of them or a clip, buffers (BatchNorm's statistics) take their median.
+        trim: the fraction of the weight that "trimmed-mean" drops at either end; for Krum the fraction of bad clients
+            that it is to stand, at most.
         personal_steps: local steps from the global model to a client's personal one; None is 1, or the number of
             adaptation steps of a meta-learning method. They are taken in evaluation, and never sent.
         client_optimizer: the optimiser of local training, such as ``optim.SGD(momentum=0.9)`` or ``optim.Adam()``; None
@@ -209,6 +215,16 @@ class Algorithm(ABC):
     def check(self, clients: int, participants: int) -> None:  # noqa: B027 - most methods take any number
         """Raise or warn if the method cannot use this number of participants."""
 
+    def check_aggregate(self, participants: int) -> None:
+        """Raise or warn if the robust mean cannot hold with this number of participants."""
+        if self.aggregate in ("krum", "multi-krum"):
+            bad = bad_clients(self.trim, participants)
+            if participants < 2 * bad + 3:
+                raise ConfigError(
+                    f"{self.aggregate} stands {bad} bad clients (trim = {self.trim:g}) among {2 * bad + 3} or more, but "
+                    f"{participants} take part in a round; use more participants, a smaller trim, or the median."
+                )
+
     def check_names(self, names: Sequence[str]) -> None:  # noqa: B027 - most methods take any names
         """Raise if the method is not for clients of these names."""
 
@@ -275,29 +291,44 @@ class Algorithm(ABC):
         return {**state, "model": Model(params=params, buffers=averaged["buffers"]), SERVER_OPTIMIZER: memory}
 
     def averaged(self, model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
-        """The model plus the aggregated updates of the clients, clipped and robust if so configured."""
+        """The model plus the aggregated updates of the clients, clipped and robust if so configured.
+
+        With either, buffers are robust as well: a client's parameters say nothing about its statistics.
+        """
         if self.aggregate == "mean" and self.clip_update_norm is None:
             return weighted_average(model, replies, weights, name)
-        scale = torch.ones_like(weights)
-        if self.clip_update_norm is not None:
-            distances = replies.squared_distances((name, "params"), model["params"]).sqrt()
-            scale = (self.clip_update_norm / distances).clamp(max=1).nan_to_num(1.0)
-        mixed = weighted_average(model, replies, weights * scale, name)
-        if self.aggregate == "mean":
-            return mixed
-        origin = model["params"]
-        clipped = [
-            tree.map(lambda part, start, s=s: start + s * (part - start), reply["params"], origin)
-            for reply, s in zip(replies.each(name), scale.tolist(), strict=True)
-        ]
         total = float(weights.sum())
         if total <= 0:  # no participant has any weight
-            return mixed
-        stacked = tree.map(lambda *parts: torch.stack(parts), *clipped)
-        centre = robust_mean(self.aggregate, stacked, weights / total, self.trim)
-        return Model(
-            params=tree.map(lambda start, end: start + total * (end - start), origin, centre), buffers=mixed["buffers"]
-        )
+            return model
+        scale = self.shortening(replies, (name, "params"), model["params"])
+        params, buffers = model["params"], model["buffers"]
+        if self.aggregate == "mean":
+            params = weighted_average(model, replies, weights * scale, name)["params"]
+        else:
+            clipped = [
+                tree.map(lambda part, start, s=s: start + s * (part - start), reply["params"], params)
+                for reply, s in zip(replies.each(name), scale.tolist(), strict=True)
+            ]
+            centre = robust_mean(self.aggregate, _stack(clipped), weights / total, self.trim)
+            params = tree.map(lambda start, end: start + total * (end - start), params, centre)
+        if buffers:
+            stacked = _stack([reply["buffers"] for reply in replies.each(name)])
+            centre = robust_buffers(self.aggregate, stacked, weights / total, self.trim)
+            share = min(1.0, total)  # an extrapolated variance may be negative
+            buffers = tree.map(
+                lambda start, end: start + share * (end - start) if end.is_floating_point() else end, buffers, centre
+            )
+        return Model(params=params, buffers=buffers)
+
+    def shortening(self, replies: Replies, path: Sequence[str], origin: Params) -> Tensor:
+        """The factors that the clients' updates are to be scaled down by, 1 without a limit.
+
+        An update so long that its square overflows gets 0.
+        """
+        if self.clip_update_norm is None:
+            return torch.ones(len(replies.clients), dtype=torch.float64)
+        lengths = replies.squared_distances(path, origin).sqrt()
+        return (self.clip_update_norm / lengths).clamp(max=1).nan_to_num(1.0)
 
     def init(self, model: Model, clients: int) -> State:
         """The server's state before the first round; it always contains the ``model``."""

@@ -200,6 +200,7 @@ def fit_on(
         loop = Loop(algorithm, clients, options, callbacks, validator)
         loop.begun = started
         algorithm.check(count, loop.participants)
+        algorithm.check_aggregate(loop.participants)
         algorithm.check_names(clients.names)
         algorithm.check_rounds(options.rounds)
         state, first_round = algorithm.initial_state(initial, count), 1
