@@ -246,7 +246,7 @@ def test_krum_takes_the_model_among_its_neighbours() -> None:
 
 
 def test_krum_needs_enough_clients(three_clients: cf.FederatedData) -> None:
-    with pytest.raises(cf.ConfigError, match="among 5 or more, but 3 take part"):
+    with pytest.raises(cf.ConfigError, match="among 5 or more; 3 take part"):
         cf.fit(nn.Linear(4, 3).double(), three_clients, cf.FedAvg(aggregate="krum", trim=0.1), rounds=1)
 
 

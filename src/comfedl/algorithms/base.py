@@ -221,8 +221,8 @@ class Algorithm(ABC):
             bad = bad_clients(self.trim, participants)
             if participants < 2 * bad + 3:
                 raise ConfigError(
-                    f"{self.aggregate} stands {bad} bad clients (trim = {self.trim:g}) among {2 * bad + 3} or more, but "
-                    f"{participants} take part in a round; use more participants, a smaller trim, or the median."
+                    f"{self.aggregate} stands {bad} bad clients (trim = {self.trim:g}) among {2 * bad + 3} or more; "
+                    f"{participants} take part in a round, so use more, a smaller trim, or a median."
                 )
 
     def check_names(self, names: Sequence[str]) -> None:  # noqa: B027 - most methods take any names
