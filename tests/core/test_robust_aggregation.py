@@ -77,7 +77,7 @@ def test_two_bad_clients_of_ten_cannot_move_it_far(rule: str) -> None:
 
 METHODS = [
     cf.FedAvg(weighting="uniform", lr=0.1),
-    cf.ComFedL(outer=cf.KL(0.5), lr=0.1),
+    cf.ComFedL(outer=cf.KL(0.5, cap=2), lr=0.1),
     cf.FedMAML(0.05, lr=0.1),
     cf.DRFA(0.02, lr=0.1),
     cf.TRMAML(0.05, 0.02, lr=0.1),

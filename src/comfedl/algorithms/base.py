@@ -23,7 +23,8 @@ from comfedl.core.learner import Batch, Learner, Model, Params, Slope
 from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
 from comfedl.core.optim import SGD, Adagrad, Adam, AdamW, ClientOptimizer, Yogi
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Data, Draw, Outcome, Replies, Step
-from comfedl.core.robust_aggregation import RULES, bad_clients, robust_buffers, robust_mean
+from comfedl.core.robust_aggregation import RULES, bad_clients, median_of, robust_buffers, robust_mean
+from comfedl.core.simplex import limited_weights
 from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.tree import Tree
@@ -32,6 +33,8 @@ State = dict[str, Tree]
 # The held-out splits, and the outer data for each.
 HELD_OUT = {Data.VALIDATION: Data.OUTER_OF_VALIDATION, Data.TEST: Data.OUTER_OF_TEST}
 PLAIN = SGD()
+DEFENCES = ("strong",)
+STRONG_CAP = 1.25  # the largest weight under the strong defence, as a multiple of uniform
 # The optimisers' places in the server's and in a client's state.
 SERVER_OPTIMIZER, OPTIMIZER = "server optimizer", "optimizer"
 AVERAGE = "server average"  # the place of the average of the server's models
@@ -118,6 +121,12 @@ def weighted_average(model: Model, replies: Replies, weights: Tensor, name: str 
     )
 
 
+def clip_factors(lengths: Tensor, most: float | None, reach: float = 1.0) -> Tensor:
+    """The factors that clip updates of these lengths to ``reach`` times ``most``, or times their median for None."""
+    bound = median_of(lengths, torch.ones_like(lengths)) if most is None else most
+    return torch.where(lengths > 0, (reach * bound / lengths).clamp(max=1), 1.0).nan_to_num(0.0)
+
+
 def _stack(trees: Sequence[Tree]) -> Tree:
     return tree.map(lambda *parts: torch.stack(parts), *trees)
 
@@ -141,6 +150,9 @@ class Algorithm(ABC):
             client's model. With one of them or a clip, buffers (BatchNorm's statistics) take their median.
         trim: the fraction of the weight that "trimmed-mean" drops at either end; for Krum the fraction of bad clients
             that it is to stand, at most.
+        defence: "strong" is the combination that holds against a few bad clients whatever they send: no weight above
+            1.25 times uniform, updates clipped to their median norm, and the geometric median. A ``cap``,
+            ``clip_update_norm`` or ``aggregate`` that is given as well replaces its part. None is no more than these.
         personal_steps: local steps from the global model to a client's personal one; None is 1, or the number of
             adaptation steps of a meta-learning method. They are taken in evaluation, and never sent.
         client_optimizer: the optimiser of local training, such as ``optim.SGD(momentum=0.9)`` or ``optim.Adam()``; None
@@ -162,6 +174,7 @@ class Algorithm(ABC):
     aggregate: str = "mean"
     trim: float = 0.1
     client_optimizer: SGD | Adam | AdamW | None = None
+    defence: str | None = None
     server_optimizer: SGD | Adam | Yogi | Adagrad | None = None
     server_average: float | None = None
     lr_schedule: schedule.Schedule | None = None
@@ -208,6 +221,8 @@ class Algorithm(ABC):
         if self.lr_schedule is not None:
             schedule.check_schedule("lr_schedule", self.lr_schedule)
         checks.one_of("aggregate", self.aggregate, RULES)
+        if self.defence is not None:
+            checks.one_of("defence", self.defence, DEFENCES)
         checks.between("trim", self.trim, 0, 0.5)
 
     # On the server.
@@ -217,7 +232,7 @@ class Algorithm(ABC):
 
     def check_aggregate(self, participants: int) -> None:
         """Raise or warn if the robust mean cannot hold with this number of participants."""
-        if self.aggregate in ("krum", "multi-krum"):
+        if self.rule in ("krum", "multi-krum"):
             bad = bad_clients(self.trim, participants)
             if participants < 2 * bad + 3:
                 raise ConfigError(
@@ -295,40 +310,78 @@ class Algorithm(ABC):
 
         With either, buffers are robust as well: a client's parameters say nothing about its statistics.
         """
-        if self.aggregate == "mean" and self.clip_update_norm is None:
+        if not self.defended:
             return weighted_average(model, replies, weights, name)
+        weights = self.limited(weights, replies.clients)
         total = float(weights.sum())
         if total <= 0:  # no participant has any weight
             return model
-        scale = self.shortening(replies, (name, "params"), model["params"])
         params, buffers = model["params"], model["buffers"]
-        if self.aggregate == "mean":
+        scale = self.shortening(replies, (name, "params"), params)
+        if self.rule == "mean":
             params = weighted_average(model, replies, weights * scale, name)["params"]
         else:
-            clipped = [
-                tree.map(lambda part, start, s=s: start + s * (part - start), reply["params"], params)
-                for reply, s in zip(replies.each(name), scale.tolist(), strict=True)
-            ]
-            centre = robust_mean(self.aggregate, _stack(clipped), weights / total, self.trim)
-            params = tree.map(lambda start, end: start + total * (end - start), params, centre)
+            params = self.pooled([reply["params"] for reply in replies.each(name)], params, weights, scale)
         if buffers:
             stacked = _stack([reply["buffers"] for reply in replies.each(name)])
-            centre = robust_buffers(self.aggregate, stacked, weights / total, self.trim)
+            centre = robust_buffers(self.rule, stacked, weights / total, self.trim)
             share = min(1.0, total)  # an extrapolated variance may be negative
             buffers = tree.map(
                 lambda start, end: start + share * (end - start) if end.is_floating_point() else end, buffers, centre
             )
         return Model(params=params, buffers=buffers)
 
-    def shortening(self, replies: Replies, path: Sequence[str], origin: Params) -> Tensor:
-        """The factors that the clients' updates are to be scaled down by, 1 without a limit.
+    def pooled(self, parts: Sequence[Params], origin: Params, weights: Tensor, scale: Tensor) -> Params:
+        """``origin`` plus the aggregate, by the rule, of the clients' differences from it, scaled by ``scale``."""
+        total = float(weights.sum())
+        clipped = [
+            tree.map(lambda part, start, s=s: start + s * (part - start), own, origin)
+            for own, s in zip(parts, scale.tolist(), strict=True)
+        ]
+        centre = robust_mean(self.rule, _stack(clipped), weights / total, self.trim)
+        moved: Params = tree.map(lambda start, end: start + total * (end - start), origin, centre)
+        return moved
+
+    @property
+    def rule(self) -> str:
+        """The rule that aggregates updates."""
+        return "geometric-median" if self.defence is not None and self.aggregate == "mean" else self.aggregate
+
+    @property
+    def clips(self) -> bool:
+        """Whether updates are clipped."""
+        return self.clip_update_norm is not None or self.defence is not None
+
+    @property
+    def defended(self) -> bool:
+        """Whether the server aggregates otherwise than by the weighted mean."""
+        return self.clips or self.rule != "mean"
+
+    @property
+    def weight_cap(self) -> float | None:
+        """The largest weight of a client, as a multiple of uniform; None is no limit."""
+        return None if self.defence is None else STRONG_CAP
+
+    def limited(self, weights: Tensor, clients: Sequence[int]) -> Tensor:
+        """The participants' weights within ``weight_cap``; a client that counts several times is one."""
+        if self.weight_cap is None:
+            return weights
+        who, places, times = np.unique(np.asarray(clients), return_inverse=True, return_counts=True)
+        if len(who) == len(weights):
+            return limited_weights(weights, self.weight_cap)
+        place = torch.from_numpy(places)
+        each = torch.zeros(len(who), dtype=weights.dtype).index_add_(0, place, weights)
+        return torch.take(limited_weights(each, self.weight_cap) / torch.from_numpy(times), place)
+
+    def shortening(self, replies: Replies, path: Sequence[str], origin: Params, reach: float = 1.0) -> Tensor:
+        """The factors that scale the clients' updates down to ``reach`` times the clip, 1 where they are shorter.
 
         An update so long that its square overflows gets 0.
         """
-        if self.clip_update_norm is None:
+        if not self.clips:
             return torch.ones(len(replies.clients), dtype=torch.float64)
         lengths = replies.squared_distances(path, origin).sqrt()
-        return (self.clip_update_norm / lengths).clamp(max=1).nan_to_num(1.0)
+        return clip_factors(lengths, self.clip_update_norm, reach)
 
     def init(self, model: Model, clients: int) -> State:
         """The server's state before the first round; it always contains the ``model``."""

@@ -151,7 +151,7 @@ class StackedReplies(Replies):
         ]
         return torch.cat([each.sum(dim=0).double().cpu() for each in found])[self._rows] - start
 
-    def gram(self, path: Sequence[str], origin: Tree, other: Tree) -> Tensor:
+    def gram(self, path: Sequence[str], origin: Tree, other: Tree, scale: Tensor | None = None) -> Tensor:
         last = flat(other)
         rows = torch.empty(sum(self._lengths) + 1, len(last), dtype=last.dtype, device=last.device)
         at = 0
@@ -160,6 +160,8 @@ class StackedReplies(Replies):
             for leaf, start, place in zip(_at(part, path), tree.leaves(origin), places, strict=True):
                 torch.sub(leaf.reshape(length, -1), start.reshape(1, -1), out=place)
             at += length
+        if scale is not None:
+            rows[:-1] *= scale.new_zeros(at).index_copy_(0, self._rows, scale)[:, None].to(rows)
         rows[-1] = last
         found = (rows @ rows.T).double().cpu()
         if self._in_order:
