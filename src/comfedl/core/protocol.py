@@ -193,6 +193,10 @@ class Replies(ABC):
         """The reason for every client whose reply ``fault`` objects to."""
 
     @abstractmethod
+    def altered(self, change: Callable[[int, dict[str, Tree]], dict[str, Tree]], clients: Collection[int]) -> Replies:
+        """The replies with those of these clients changed, to simulate faults."""
+
+    @abstractmethod
     def without(self, clients: Collection[int]) -> Replies:
         """The replies without those of these clients."""
 

@@ -57,6 +57,12 @@ class LocalReplies(Replies):
         found = {client: fault(reply) for client, reply in zip(self.clients, self._replies, strict=True)}
         return {client: reason for client, reason in found.items() if reason is not None}
 
+    def altered(
+        self, change: Callable[[int, dict[str, Tree]], dict[str, Tree]], clients: Collection[int]
+    ) -> LocalReplies:
+        pairs = zip(self.clients, self._replies, strict=True)
+        return LocalReplies(self.clients, [change(i, reply) if i in clients else reply for i, reply in pairs])
+
     def without(self, clients: Collection[int]) -> LocalReplies:
         kept = [(i, reply) for i, reply in zip(self.clients, self._replies, strict=True) if i not in clients]
         return LocalReplies([i for i, _ in kept], [reply for _, reply in kept])
@@ -199,6 +205,12 @@ class StackedReplies(Replies):
             rows = zip(part.clients, unstack_tree(part.reply, len(part.clients)), strict=True)
             found |= {client: reason for client, row in rows if (reason := fault(row)) is not None}
         return found
+
+    def altered(
+        self, change: Callable[[int, dict[str, Tree]], dict[str, Tree]], clients: Collection[int]
+    ) -> LocalReplies:
+        rows = [row for part in self._parts for row in unstack_tree(part.reply, len(part.clients))]
+        return LocalReplies(self.clients, [rows[row] for row in self._rows.tolist()]).altered(change, clients)
 
     def without(self, clients: Collection[int]) -> StackedReplies:
         return StackedReplies([client for client in self.clients if client not in clients], self._parts)
