@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
     )
     from comfedl.data import load as load, partition as partition
     from comfedl.data.federated import FederatedData as FederatedData
+    from comfedl.engines import faults as faults
     from comfedl.models import losses as losses
     from comfedl.models.metrics import Metric as Metric
     from comfedl.training.callbacks import Callback as Callback
@@ -93,6 +94,7 @@ _HOMES = {
     "TERM": "comfedl.algorithms.term",
     "TRMAML": "comfedl.algorithms.trmaml",
     "Tilt": "comfedl.core.outer_functions",
+    "faults": "comfedl.engines",
     "fit": "comfedl.training.fit",
     "load": "comfedl.data",
     "load_run": "comfedl.analysis.load_run",

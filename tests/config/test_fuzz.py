@@ -18,6 +18,7 @@ from comfedl.config.build import from_table
 from comfedl.config.schema import parse_config, run_config
 from comfedl.core.offset import OFFSETS
 from comfedl.core.outer_functions import OUTERS
+from comfedl.core.robust_aggregation import RULES
 from comfedl.core.simplex import capped_weights, chi_square_weights, log_mean_exp, softmax_weights, top_weights
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -64,7 +65,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "lr": draw(st.floats(1e-4, 2)),
         "local_steps": draw(st.integers(1, 3)),
         "batch_size": draw(st.sampled_from([1, 7, 64, "all"])),
-        "aggregate": draw(st.sampled_from(["mean", "median", "trimmed-mean", "geometric-median"])),
+        "aggregate": draw(st.sampled_from(RULES)),
         "personal_steps": draw(st.integers(0, 2)),
     }
     if draw(st.booleans()):

@@ -101,6 +101,18 @@ CASES |= {
     "distances": (net, cf.QFedAvg(0.5, **COMMON), F64, {"clients_per_round": 4}),
     "trimmed": (net, cf.FedAvg(aggregate="trimmed-mean", trim=0.3, clip_update_norm=0.1, **COMMON), F64, {}),
     "median": (net, cf.DRFA(0.05, aggregate="geometric-median", **COMMON), F64, {"clients_per_round": 4}),
+    "faults": (
+        with_buffers,
+        cf.Robust(0.3, defence="strong", **COMMON),
+        F64,
+        {
+            "faults": [
+                *(cf.faults.SignFlip(["a"], 5.0), cf.faults.LossLie(["a"]), cf.faults.Noise(["b"], 0.1)),
+                *(cf.faults.LabelFlip(["d"]), cf.faults.Straggler(["e"], 0.5), cf.faults.Dropout(0.2)),
+            ],
+            "quorum": 0.1,
+        },
+    ),
     "a bad reply": (net, Odd(lr=0.05, batch_size=None), F64, {"rounds": 5}),
     "kept Adam": (
         net,

@@ -65,7 +65,7 @@ class AFL(Algorithm):
     def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
         duals = state["duals"]
         replies = context.ask("train", context.sample(), {"model": state["model"]})
-        weights, ascent = duals[replies.clients], torch.zeros_like(duals)
+        weights, ascent = self.limited(duals[replies.clients], replies.clients), torch.zeros_like(duals)
         ascent[replies.clients] = replies.numbers("loss")
         state = self.advance(state, replies, weights)
         rounds = state["rounds"] + 1

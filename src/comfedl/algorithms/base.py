@@ -23,7 +23,8 @@ from comfedl.core.learner import Batch, Learner, Model, Params, Slope
 from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
 from comfedl.core.optim import SGD, Adagrad, Adam, AdamW, ClientOptimizer, Yogi
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Data, Draw, Outcome, Replies, Step
-from comfedl.core.robust_aggregation import RULES, robust_mean
+from comfedl.core.robust_aggregation import RULES, bad_clients, median_of, robust_buffers, robust_mean
+from comfedl.core.simplex import limited_weights
 from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.tree import Tree
@@ -32,6 +33,8 @@ State = dict[str, Tree]
 # The held-out splits, and the outer data for each.
 HELD_OUT = {Data.VALIDATION: Data.OUTER_OF_VALIDATION, Data.TEST: Data.OUTER_OF_TEST}
 PLAIN = SGD()
+DEFENCES = ("strong",)
+STRONG_CAP = 1.25  # the largest weight under the strong defence, as a multiple of uniform
 # The optimisers' places in the server's and in a client's state.
 SERVER_OPTIMIZER, OPTIMIZER = "server optimizer", "optimizer"
 AVERAGE = "server average"  # the place of the average of the server's models
@@ -118,6 +121,16 @@ def weighted_average(model: Model, replies: Replies, weights: Tensor, name: str 
     )
 
 
+def clip_factors(lengths: Tensor, most: float | None, reach: float = 1.0) -> Tensor:
+    """The factors that clip updates of these lengths to ``reach`` times ``most``, or times their median for None."""
+    bound = median_of(lengths, torch.ones_like(lengths)) if most is None else most
+    return torch.where(lengths > 0, (reach * bound / lengths).clamp(max=1), 1.0).nan_to_num(0.0)
+
+
+def _stack(trees: Sequence[Tree]) -> Tree:
+    return tree.map(lambda *parts: torch.stack(parts), *trees)
+
+
 # The methods that run at a client.
 CLIENT_SIDE = ("objective", "steps", "train", "descend", "personal", "give_personal", "evaluate", "loss")
 
@@ -132,9 +145,14 @@ class Algorithm(ABC):
         batch_size: samples per local step; None takes all of the client's data.
         loss_samples: the most training samples of a client to measure its loss or objective on; None takes all.
         clip_update_norm: the largest norm of a client's update; longer ones are scaled down. None is no limit.
-        aggregate: how the server averages: "mean", or one of "median", "trimmed-mean" and "geometric-median", which a
-            few bad clients cannot move far. All use the method's weights.
-        trim: the fraction of the weight that "trimmed-mean" drops at either end.
+        aggregate: how the server averages: "mean", or one of "median", "trimmed-mean", "geometric-median", "krum" and
+            "multi-krum", which a few bad clients cannot move far. All use the method's weights, but Krum takes one
+            client's model. With one of them or a clip, buffers (BatchNorm's statistics) take their median.
+        trim: the fraction of the weight that "trimmed-mean" drops at either end; for Krum the fraction of bad clients
+            that it is to stand, at most.
+        defence: "strong" is the combination that holds against a few bad clients whatever they send: no weight above
+            1.25 times uniform, updates clipped to their median norm, and the geometric median. A ``cap``,
+            ``clip_update_norm`` or ``aggregate`` that is given as well replaces its part. None is no more than these.
         personal_steps: local steps from the global model to a client's personal one; None is 1, or the number of
             adaptation steps of a meta-learning method. They are taken in evaluation, and never sent.
         client_optimizer: the optimiser of local training, such as ``optim.SGD(momentum=0.9)`` or ``optim.Adam()``; None
@@ -156,6 +174,7 @@ class Algorithm(ABC):
     aggregate: str = "mean"
     trim: float = 0.1
     client_optimizer: SGD | Adam | AdamW | None = None
+    defence: str | None = None
     server_optimizer: SGD | Adam | Yogi | Adagrad | None = None
     server_average: float | None = None
     lr_schedule: schedule.Schedule | None = None
@@ -202,12 +221,24 @@ class Algorithm(ABC):
         if self.lr_schedule is not None:
             schedule.check_schedule("lr_schedule", self.lr_schedule)
         checks.one_of("aggregate", self.aggregate, RULES)
+        if self.defence is not None:
+            checks.one_of("defence", self.defence, DEFENCES)
         checks.between("trim", self.trim, 0, 0.5)
 
     # On the server.
 
     def check(self, clients: int, participants: int) -> None:  # noqa: B027 - most methods take any number
         """Raise or warn if the method cannot use this number of participants."""
+
+    def check_aggregate(self, participants: int) -> None:
+        """Raise or warn if the robust mean cannot hold with this number of participants."""
+        if self.rule in ("krum", "multi-krum"):
+            bad = bad_clients(self.trim, participants)
+            if participants < 2 * bad + 3:
+                raise ConfigError(
+                    f"{self.aggregate} stands {bad} bad clients (trim = {self.trim:g}) among {2 * bad + 3} or more; "
+                    f"{participants} take part in a round, so use more, a smaller trim, or a median."
+                )
 
     def check_names(self, names: Sequence[str]) -> None:  # noqa: B027 - most methods take any names
         """Raise if the method is not for clients of these names."""
@@ -275,29 +306,82 @@ class Algorithm(ABC):
         return {**state, "model": Model(params=params, buffers=averaged["buffers"]), SERVER_OPTIMIZER: memory}
 
     def averaged(self, model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:
-        """The model plus the aggregated updates of the clients, clipped and robust if so configured."""
-        if self.aggregate == "mean" and self.clip_update_norm is None:
+        """The model plus the aggregated updates of the clients, clipped and robust if so configured.
+
+        With either, buffers are robust as well: a client's parameters say nothing about its statistics.
+        """
+        if not self.defended:
             return weighted_average(model, replies, weights, name)
-        scale = torch.ones_like(weights)
-        if self.clip_update_norm is not None:
-            distances = replies.squared_distances((name, "params"), model["params"]).sqrt()
-            scale = (self.clip_update_norm / distances).clamp(max=1).nan_to_num(1.0)
-        mixed = weighted_average(model, replies, weights * scale, name)
-        if self.aggregate == "mean":
-            return mixed
-        origin = model["params"]
-        clipped = [
-            tree.map(lambda part, start, s=s: start + s * (part - start), reply["params"], origin)
-            for reply, s in zip(replies.each(name), scale.tolist(), strict=True)
-        ]
+        weights = self.limited(weights, replies.clients)
         total = float(weights.sum())
         if total <= 0:  # no participant has any weight
-            return mixed
-        stacked = tree.map(lambda *parts: torch.stack(parts), *clipped)
-        centre = robust_mean(self.aggregate, stacked, weights / total, self.trim)
-        return Model(
-            params=tree.map(lambda start, end: start + total * (end - start), origin, centre), buffers=mixed["buffers"]
-        )
+            return model
+        params, buffers = model["params"], model["buffers"]
+        scale = self.shortening(replies, (name, "params"), params)
+        if self.rule == "mean":
+            params = weighted_average(model, replies, weights * scale, name)["params"]
+        else:
+            params = self.pooled([reply["params"] for reply in replies.each(name)], params, weights, scale)
+        if buffers:
+            stacked = _stack([reply["buffers"] for reply in replies.each(name)])
+            centre = robust_buffers(self.rule, stacked, weights / total, self.trim)
+            share = min(1.0, total)  # an extrapolated variance may be negative
+            buffers = tree.map(
+                lambda start, end: start + share * (end - start) if end.is_floating_point() else end, buffers, centre
+            )
+        return Model(params=params, buffers=buffers)
+
+    def pooled(self, parts: Sequence[Params], origin: Params, weights: Tensor, scale: Tensor) -> Params:
+        """``origin`` plus the aggregate, by the rule, of the clients' differences from it, scaled by ``scale``."""
+        total = float(weights.sum())
+        clipped = [
+            tree.map(lambda part, start, s=s: start + s * (part - start), own, origin)
+            for own, s in zip(parts, scale.tolist(), strict=True)
+        ]
+        centre = robust_mean(self.rule, _stack(clipped), weights / total, self.trim)
+        moved: Params = tree.map(lambda start, end: start + total * (end - start), origin, centre)
+        return moved
+
+    @property
+    def rule(self) -> str:
+        """The rule that aggregates updates."""
+        return "geometric-median" if self.defence is not None and self.aggregate == "mean" else self.aggregate
+
+    @property
+    def clips(self) -> bool:
+        """Whether updates are clipped."""
+        return self.clip_update_norm is not None or self.defence is not None
+
+    @property
+    def defended(self) -> bool:
+        """Whether the server aggregates otherwise than by the weighted mean."""
+        return self.clips or self.rule != "mean"
+
+    @property
+    def weight_cap(self) -> float | None:
+        """The largest weight of a client, as a multiple of uniform; None is no limit."""
+        return None if self.defence is None else STRONG_CAP
+
+    def limited(self, weights: Tensor, clients: Sequence[int]) -> Tensor:
+        """The participants' weights within ``weight_cap``; a client that counts several times is one."""
+        if self.weight_cap is None:
+            return weights
+        who, places, times = np.unique(np.asarray(clients), return_inverse=True, return_counts=True)
+        if len(who) == len(weights):
+            return limited_weights(weights, self.weight_cap)
+        place = torch.from_numpy(places)
+        each = torch.zeros(len(who), dtype=weights.dtype).index_add_(0, place, weights)
+        return torch.take(limited_weights(each, self.weight_cap) / torch.from_numpy(times), place)
+
+    def shortening(self, replies: Replies, path: Sequence[str], origin: Params, reach: float = 1.0) -> Tensor:
+        """The factors that scale the clients' updates down to ``reach`` times the clip, 1 where they are shorter.
+
+        An update so long that its square overflows gets 0.
+        """
+        if not self.clips:
+            return torch.ones(len(replies.clients), dtype=torch.float64)
+        lengths = replies.squared_distances(path, origin).sqrt()
+        return clip_factors(lengths, self.clip_update_norm, reach)
 
     def init(self, model: Model, clients: int) -> State:
         """The server's state before the first round; it always contains the ``model``."""

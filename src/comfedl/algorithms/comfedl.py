@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -17,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from comfedl.algorithms.base import Algorithm, State, adapt_draws
+from comfedl.algorithms.base import STRONG_CAP, Algorithm, State, adapt_draws, clip_factors
 from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core import client_vector
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.core.objectives import Adapt, Adapted, Composition, CompositionObjective, LocalLoss, Objective
 from comfedl.core.offset import Excess
-from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable
+from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable, Tilt
 from comfedl.core.protocol import NUMBER, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError, Diverged
@@ -127,7 +128,7 @@ class Compositional(Algorithm):
             weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64)
             return self.advance(state, replies, weights), Participation(chosen, weights)
         losses, table = replies.numbers("loss"), state["losses"]
-        updates = measure(replies, model["params"], state["previous"], self.reach) if "previous" in state else None
+        updates = self.measured_updates(replies, model["params"], state["previous"]) if "previous" in state else None
         if remembers:
             assert updates is not None and self.remembered is not None
             expected = client_vector.to_tensor(table)[chosen] + updates.change
@@ -140,7 +141,7 @@ class Compositional(Algorithm):
         # while the model improves, and leave the participants almost no weight.
         offsets = self.offsets(state, chosen, context.engine.names, context.sizes)
         weights, shrink = self.weigh(model, replies, losses if offsets is None else losses + offsets, updates)
-        duals = None
+        weights, duals = self.limited(weights, chosen), None
         if context.recorded:
             everyone = self.offsets(state, range(context.clients), context.engine.names, context.sizes)
             duals = known_weights(self.g, table if everyone is None else client_vector.to_tensor(table) + everyone)
@@ -148,6 +149,10 @@ class Compositional(Algorithm):
         if updates is not None:
             state["previous"] = model["params"]
         return self.advance(state, replies, weights, shrink), Participation(chosen, weights, duals)
+
+    def measured_updates(self, replies: Replies, params: Params, previous: Params) -> Updates:
+        """What the server can tell of the clients' losses, from updates that are clipped like those it averages."""
+        return measure(replies, params, previous, self.reach, self.clip_update_norm if self.clips else math.inf)
 
     def weigh(
         self, model: Model, replies: Replies, losses: Tensor, updates: Updates | None
@@ -220,6 +225,28 @@ class Compositional(Algorithm):
             warnings.warn(
                 f"effective_clients is {wanted:g} and {participants} clients take part in a round, so all get the same "
                 "weight; use fewer effective_clients than participants for robust weights.",
+                stacklevel=3,
+            )
+
+    def capped(self, outer: Outer) -> Outer:
+        """The outer function with the strong defence's cap, unless it has one of its own."""
+        if self.defence is None or not isinstance(outer, KL) or outer.cap is not None or outer.gamma is None:
+            return outer
+        return replace(outer, cap=STRONG_CAP)
+
+    @property
+    def weight_cap(self) -> float | None:
+        own = self.g.cap if isinstance(self.g, KL) else None
+        return super().weight_cap if own is None or self.defence is None else own
+
+    def check_aggregate(self, participants: int) -> None:
+        super().check_aggregate(participants)
+        follows = (isinstance(self.g, KL) and self.g.cap is None) or (isinstance(self.g, Tilt) and self.g.t > 0)
+        if self.rule != "mean" and self.weight_cap is None and follows:
+            fix = "give it a cap" if isinstance(self.g, KL) and self.g.gamma is not None else "bound the weights"
+            warnings.warn(
+                f'aggregate = "{self.rule}" keeps to the weights of {self.g}, and a client that lies about its loss '
+                f'gets nearly all the weight, which undoes the rule; {fix}, or use defence = "strong".',
                 stacklevel=3,
             )
 
@@ -342,9 +369,9 @@ class ComFedL(Compositional):
     def adapt(self) -> Adapt | None:
         return self.inner
 
-    @property
+    @cached_property
     def g(self) -> Outer:
-        return self.outer or Identity()
+        return self.capped(self.outer or Identity())
 
     @property
     def composition(self) -> Composition | None:
@@ -377,10 +404,9 @@ def safe_step(method: Compositional, model: Model, replies: Replies, weights: Te
     assert curvature is not None
 
     def factor(update: Params) -> float:
-        if method.aggregate == "mean":
-            squares = replies.squared_distances(PARAMS, origin)
-            if method.clip_update_norm is not None:
-                squares = squares.clamp(max=method.clip_update_norm**2)
+        if method.rule == "mean":
+            scale = method.shortening(replies, PARAMS, origin)
+            squares = torch.where(scale > 0, replies.squared_distances(PARAMS, origin) * scale**2, 0.0)
             variance = float((weights * squares).sum()) - squared_norm(update)
         else:
             squares, order = replies.squared_distances(PARAMS, tree.map(torch.add, origin, update)).sort()
@@ -400,19 +426,39 @@ class Updates(NamedTuple):
     (Chen et al., 2021), but costs no second pass over data.
     """
     gram: Tensor | None
-    """The updates' inner products over the reach; None for more than ``FEW`` clients."""
+    """The clipped updates' inner products over the reach; None for more than ``FEW`` clients."""
+    scale: Tensor
+    """The factors that clip them."""
 
 
 FEW = 64
+TRUSTED = 10  # of a client's own loss an update tells up to this many times the median length
 
 
-def measure(replies: Replies, params: Params, previous: Params, reach: float) -> Updates:
-    """Compare the clients' updates with each other and with the server's last move."""
+def measure(replies: Replies, params: Params, previous: Params, reach: float, clip: float | None = math.inf) -> Updates:
+    """Compare the clients' updates with each other and with the server's last move.
+
+    They are clipped to the length ``clip``, or their median for None. What one tells of its own client's loss moves no
+    other's weight, so that only its size is bounded, lest the memory of that loss be lost.
+    """
     moved = tree.map(torch.sub, params, previous)
+    scale, bounded = None, torch.ones(len(replies.clients), dtype=torch.float64)
+    if clip != math.inf:
+        lengths = replies.squared_distances(PARAMS, params).sqrt()
+        scale, bounded = clip_factors(lengths, clip), clip_factors(lengths, None, TRUSTED)
     if len(replies.clients) <= FEW:
-        gram = replies.gram(PARAMS, params, moved) / reach
-        return Updates(-gram[:-1, -1], gram[:-1, :-1])
-    return Updates(-replies.products(PARAMS, params, moved) / reach, None)
+        gram = replies.gram(PARAMS, params, moved, scale) / reach
+        if scale is None:
+            return Updates(-gram[:-1, -1], gram[:-1, :-1], bounded)
+        bounded = torch.where(scale > 0, bounded / scale, 0.0)
+        return Updates(-gram[:-1, -1] * bounded, gram[:-1, :-1], scale)
+    products = scaled(replies.products(PARAMS, params, moved), bounded)
+    return Updates(-products / reach, None, bounded if scale is None else scale)
+
+
+def scaled(numbers: Tensor, factors: Tensor) -> Tensor:
+    """The numbers, which may be infinite where the factor is 0, times the factors."""
+    return torch.where(factors > 0, numbers * factors, 0.0)
 
 
 def squared_norm(params: Params) -> float:

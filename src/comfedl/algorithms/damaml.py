@@ -45,4 +45,4 @@ class DAMAML(Compositional):
     @cached_property
     def g(self) -> Outer:
         checks.one_of("outer", self.outer, ("kl", "exp"))
-        return KL(self.gamma, self.cap) if self.outer == "kl" else Exp(self.gamma)
+        return self.capped(KL(self.gamma, self.cap) if self.outer == "kl" else Exp(self.gamma))

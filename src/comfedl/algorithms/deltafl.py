@@ -51,7 +51,7 @@ class DeltaFL(Algorithm):
         kept = [client for client, inside in zip(chosen, tail, strict=True) if inside]
         replies = context.ask("train", kept, {})  # these clients have the model already
         counts = torch.from_numpy(context.sizes[replies.clients]).double()
-        weights = counts / counts.sum()
+        weights = self.limited(counts / counts.sum(), replies.clients)
         return self.advance(state, replies, weights), Participation(replies.clients, weights)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class DRFA(Algorithm):
         snapshot = torch.tensor(int(context.rng("snapshot").integers(1, self.local_steps + 1)), dtype=torch.int32)
         replies = context.ask("train", drawn, {"model": model, "snapshot": snapshot})
         mean = torch.full((len(replies.clients),), 1 / len(replies.clients), dtype=torch.float64)
+        mean = self.limited(mean, replies.clients)
         at_snapshot = self.averaged(model, replies, mean, "snapshot")
 
         second = context.ask("loss", context.sample("losses"), {"model": at_snapshot})

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.core.simplex import limited_weights
 from comfedl.utils import checks
 
 WEIGHTINGS = ("samples", "uniform")
@@ -25,9 +26,11 @@ class FedAvg(Algorithm):
 
     Args:
         weighting: weight participants by their number of "samples", or "uniform".
+        max_weight: the largest weight of a participant, as a multiple of uniform; None is no limit.
     """
 
     weighting: str = field(default="samples", kw_only=True)
+    max_weight: float | None = field(default=None, kw_only=True)
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
@@ -37,6 +40,12 @@ class FedAvg(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.one_of("weighting", self.weighting, WEIGHTINGS)
+        if self.max_weight is not None:
+            checks.not_below("max_weight", self.max_weight, 1)
+
+    @property
+    def weight_cap(self) -> float | None:
+        return super().weight_cap if self.max_weight is None else self.max_weight
 
     def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
         replies = context.ask("train", context.sample(), {"model": state["model"]})
@@ -48,4 +57,5 @@ class FedAvg(Algorithm):
 
     def _weights(self, sizes: Tensor) -> Tensor:
         counts = sizes.double() if self.weighting == "samples" else torch.ones(len(sizes), dtype=torch.float64)
-        return counts / counts.sum()
+        weights = counts / counts.sum()
+        return weights if self.weight_cap is None else limited_weights(weights, self.weight_cap)

@@ -66,12 +66,17 @@ class QFedAvg(Algorithm):
         if self.q and bool((losses < 0).any()):
             raise ConfigError(f"q-FedAvg needs a loss that is never negative, but one is {float(losses.min()):.4g}.")
         log_f = torch.log(losses.clamp(min=0) + 1e-10)
-        log_g = torch.log(replies.squared_distances(("model", "params"), model["params"])) + 2 * math.log(L)
+        squares = replies.squared_distances(("model", "params"), model["params"])
+        if self.clips:
+            scale = self.shortening(replies, ("model", "params"), model["params"])
+            squares = torch.where(scale > 0, squares * scale**2, 0.0)
+        log_g = torch.log(squares) + 2 * math.log(L)
         log_q = math.log(self.q) if self.q else -math.inf
         # h_k = q F_k^(q-1) ||g_k||^2 + L F_k^q, in the log domain, since F_k^(q-1) overflows as F_k goes to 0.
         log_h = torch.logaddexp(log_q + (self.q - 1) * log_f + log_g, math.log(L) + self.q * log_f)
         # w - sum_k Delta_k / sum_k h_k with Delta_k = F_k^q L (w - w_k)
         weights = torch.exp(self.q * log_f + math.log(L) - torch.logsumexp(log_h, dim=0))
+        weights = self.limited(weights, replies.clients)
         return self.advance(state, replies, weights), Participation(replies.clients, weights)
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:

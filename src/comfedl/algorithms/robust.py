@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from comfedl.algorithms.comfedl import PARAMS, Compositional, Updates, squared_norm
+from comfedl.algorithms.comfedl import PARAMS, Compositional, Updates, scaled, squared_norm
 from comfedl.core.learner import Model, Params
 from comfedl.core.objectives import Adapt
 from comfedl.core.offset import Offset
@@ -75,17 +75,12 @@ class Robust(Compositional):
         g, momentum = self.g, self.server_optimizer.momentum if isinstance(self.server_optimizer, SGD) else 0.0
         coming = (losses + momentum * updates.change).numpy()  # the losses after the momentum's part of the step
         if updates.gram is not None:
-            gram = updates.gram
-            if self.clip_update_norm is not None:
-                norms = (gram.diagonal() * self.reach).sqrt()
-                scale = (self.clip_update_norm / norms).clamp(max=1).nan_to_num(1.0)
-                gram = scale[:, None] * gram * scale
-            return torch.from_numpy(proximal_weights(g, coming, gram.numpy())), None
+            return torch.from_numpy(proximal_weights(g, coming, updates.gram.numpy())), None
         # With many clients their inner products are too many; keep the direction and choose the length.
         weights = g.weights(torch.from_numpy(coming))
 
         def shrink(update: Params) -> float:
-            products = replies.products(PARAMS, model["params"], update) / self.reach
+            products = scaled(replies.products(PARAMS, model["params"], update), updates.scale) / self.reach
             return proximal_length(g, coming, products.numpy(), squared_norm(update) / self.reach)
 
         return weights, shrink
@@ -96,4 +91,4 @@ class Robust(Compositional):
 
     @cached_property
     def g(self) -> Outer:
-        return KL(self.gamma, cap=self.cap, memory=self.memory, on=self.on, offset=self.offset)
+        return self.capped(KL(self.gamma, cap=self.cap, memory=self.memory, on=self.on, offset=self.offset))

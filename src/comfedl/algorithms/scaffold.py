@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from comfedl.algorithms.base import Algorithm, State
+from comfedl.algorithms.base import Algorithm, State, clip_factors
 from comfedl.algorithms.context import Participation, RoundContext
-from comfedl.core.learner import Learner, Model
+from comfedl.core.learner import Learner, Model, Params
 from comfedl.core.optim import SGD
-from comfedl.core.protocol import PARAMS, Batches, Outcome
+from comfedl.core.protocol import PARAMS, Batches, Outcome, Replies
 from comfedl.utils import tree
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.tree import Tree
@@ -62,9 +63,20 @@ class Scaffold(Algorithm):
         m, n = len(replies.clients), context.clients
         weights = torch.full((m,), 1 / m, dtype=torch.float64)
         # c + (m / n) mean_i (c_i' - c_i)
-        change = replies.weighted_sum("control", weights * (m / n))
+        change = self.control_change(replies, weights * (m / n))
         state = {**self.advance(state, replies, weights), "control": tree.map(torch.add, state["control"], change)}
         return state, Participation(replies.clients, weights)
+
+    def control_change(self, replies: Replies, weights: Tensor) -> Params:
+        """The sum of the clients' changes of control, as robust as that of their updates and clipped to the median."""
+        if not self.defended:
+            found: Params = replies.weighted_sum("control", weights)
+            return found
+        changes = list(replies.each("control"))
+        origin = tree.map(torch.zeros_like, changes[0])
+        lengths = replies.squared_distances(("control",), origin).sqrt()
+        scale = clip_factors(lengths, None) if self.clips else torch.ones_like(lengths)
+        return self.pooled(changes, origin, weights, scale)
 
     def reply(self) -> dict[str, str]:
         return {**super().reply(), "control": PARAMS}

@@ -62,7 +62,7 @@ class TRMAML(Algorithm):
         replies = context.ask("train", context.sample(), {"model": state["model"]})
         chosen = replies.clients
         scale = context.clients / len(chosen)
-        weights = scale * dual_weights.take(p, chosen)
+        weights = self.limited(scale * dual_weights.take(p, chosen), chosen)
         moved = dual_weights.ascend(p, chosen, self.dual_lr * (scale * replies.numbers("loss")))
         state = {**self.advance(state, replies, weights), "duals": moved}
         return state, Participation(chosen, weights, dual_weights.to_tensor(p) if context.recorded else None)

@@ -15,7 +15,8 @@ from comfedl.algorithms.base import Algorithm
 from comfedl.config import build
 from comfedl.config.data_schema import SITES, DataTable, NamedTable, SitesTable
 from comfedl.data.federated import FederatedData
-from comfedl.engines import default_options as engine_options
+from comfedl.engines import AT_SITES, default_options as engine_options
+from comfedl.engines.faults import FAULTS, Fault
 from comfedl.engines.kernels import VECTORIZE
 from comfedl.engines.process_group import BACKENDS
 from comfedl.models import zoo
@@ -119,6 +120,7 @@ class Config(BaseModel):
     model: NamedTable = NamedTable(name="logistic")
     algorithm: NamedTable
     stop: StopTable | None = None
+    faults: list[NamedTable] | None = None
     tune: dict[str, Any] | None = None
     """The search space of ``comfedl tune``; ignored by a run."""
 
@@ -180,6 +182,10 @@ class Config(BaseModel):
             if self.engine != name:
                 raise ConfigError(f"There is a table [{name}], but engine is {self.engine!r}; remove one of them.")
         self.run_options()
+        if self.faults and self.engine == AT_SITES:
+            raise ConfigError(
+                'There are [[faults]], but engine is "flower", whose clients have only their own; remove one of them.'
+            )
         try:
             build.check_options("model", self._model_function(), self.model.arguments, skip=2)
         except ConfigError as error:
@@ -202,7 +208,16 @@ class Config(BaseModel):
         )
 
     def _asked(self) -> dict[str, Any]:
-        return {"metrics": tuple(self.make_metrics() or ())}
+        return {"metrics": tuple(self.make_metrics() or ()), "faults": self.make_faults()}
+
+    def make_faults(self) -> tuple[Fault, ...]:
+        """The faults to simulate."""
+        made = []
+        for table in self.faults or ():
+            found = build.lookup("faults.name", table.name, FAULTS)
+            arguments = {key: tuple(own) if isinstance(own, list) else own for key, own in table.arguments.items()}
+            made.append(build.from_table(found, arguments, "faults"))
+        return tuple(made)
 
     def make_loss(self) -> str | LossFunction:
         """The loss: the name of a plain one, one with arguments, or the user's function."""
@@ -273,6 +288,7 @@ class Config(BaseModel):
             **({} if self.loss == "cross_entropy" else {"loss": self.loss}),
             **({} if self.metrics is None else {"metrics": self.metrics}),
             **({} if self.stop is None else {"stop": self.stop.model_dump()}),
+            **({} if not self.faults else {"faults": [describe(fault) for fault in self.make_faults()]}),
             "data": self.data.resolved(),
             "model": {"name": self.model.name, **model, **self.model.arguments},
             "algorithm": {"name": self.algorithm.name, **algorithm, **references},
@@ -362,6 +378,7 @@ def run_config(
         engine_options=config.engine_options,
         stop=config.early_stopping,
         metrics=config.make_metrics(),
+        faults=config.make_faults(),
     )
 
 

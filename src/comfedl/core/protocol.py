@@ -166,13 +166,16 @@ class Replies(ABC):
         start = flat(origin)
         return torch.tensor([float((row - start) @ along) for row in rows], dtype=torch.float64)
 
-    def gram(self, path: Sequence[str], origin: Tree, other: Tree) -> Tensor:
+    def gram(self, path: Sequence[str], origin: Tree, other: Tree, scale: Tensor | None = None) -> Tensor:
         """The inner products of ``x_i - origin``, for the part at this path of every reply, and ``other`` as the last.
 
+        ``scale[i]`` first multiplies ``x_i - origin``, so that not even one of 1e30 times the size makes infinities.
         A float64 matrix on the CPU. All parts are in memory at once.
         """
         start = flat(origin)
         updates = [flat(reduce(getitem, path[1:], reply)) - start for reply in self.each(path[0])]
+        if scale is not None:
+            updates = [factor * update for factor, update in zip(scale.tolist(), updates, strict=True)]
         rows = torch.stack([*updates, flat(other)])
         return (rows @ rows.T).double().cpu()
 
@@ -188,6 +191,10 @@ class Replies(ABC):
     @abstractmethod
     def find_faults(self, fault: Callable[[dict[str, Tree]], str | None]) -> dict[int, str]:
         """The reason for every client whose reply ``fault`` objects to."""
+
+    @abstractmethod
+    def altered(self, change: Callable[[int, dict[str, Tree]], dict[str, Tree]], clients: Collection[int]) -> Replies:
+        """The replies with those of these clients changed, to simulate faults."""
 
     @abstractmethod
     def without(self, clients: Collection[int]) -> Replies:

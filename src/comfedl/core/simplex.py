@@ -94,6 +94,22 @@ def capped_weights(values: Tensor, gamma: float, cap: float) -> Tensor:
     return weights
 
 
+def limited_weights(weights: Tensor, cap: float) -> Tensor:
+    """Weights with the same sum, none above ``cap`` times the mean; what is cut off goes to the others in proportion.
+
+    >>> limited_weights(torch.tensor([0.7, 0.2, 0.1, 0.0], dtype=torch.float64), cap=2).tolist()
+    [0.5, 0.3333333333333333, 0.16666666666666666, 0.0]
+    """
+    most = cap * weights.sum() / len(weights) if cap < len(weights) else torch.inf
+    whole, weights, at_cap = weights.sum(), weights.clone(), torch.zeros(len(weights), dtype=torch.bool)
+    while bool((above := (weights > most * (1 + 1e-12)) & ~at_cap).any()):
+        at_cap |= above
+        left, others = whole - most * at_cap.sum(), weights[~at_cap]
+        weights[at_cap] = most
+        weights[~at_cap] = others * (left / others.sum()) if bool(others.any()) else left / len(others)
+    return weights
+
+
 def project(values: Tensor, counts: Tensor | None = None) -> Tensor:
     """The Euclidean projection onto the probability simplex; value i counts ``counts[i]`` times.
 

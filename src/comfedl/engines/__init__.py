@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from comfedl.core.learner import Learner
@@ -11,6 +11,7 @@ from comfedl.core.protocol import Engine, Step
 from comfedl.data.federated import FederatedData
 from comfedl.engines.distributed import Distributed
 from comfedl.engines.embedded import Embedded
+from comfedl.engines.faults import Fault, Faulty, poisoned
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.tree import Tree
@@ -35,6 +36,7 @@ def make_engine(
     seed: int,
     state: Tree = None,
     options: Mapping[str, Any] | None = None,
+    faults: Sequence[Fault] = (),
 ) -> Engine:
     """The engine of this name, with these data; ``state`` is every client's initial state."""
     if name == AT_SITES:
@@ -45,4 +47,5 @@ def make_engine(
     checks.one_of("engine", name, ENGINES)
     for option in options or {}:
         checks.one_of(f"An option of the engine {name}", option, default_options(name))
-    return ENGINES[name](data, learner, steps, seed, state, **options or {})
+    engine = ENGINES[name](poisoned(data, faults), learner, steps, seed, state, **options or {})
+    return Faulty(engine, faults, steps, seed) if faults else engine

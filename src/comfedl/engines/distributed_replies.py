@@ -116,6 +116,13 @@ class ReducedReplies(Replies):
         found = {client: reason for part in self._group.all_gather_objects(own) for client, reason in part.items()}
         return {client: found[client] for client in dict.fromkeys(self.clients) if client in found}
 
+    def altered(
+        self, change: Callable[[int, dict[str, Tree]], dict[str, Tree]], clients: Collection[int]
+    ) -> ReducedReplies:
+        return ReducedReplies(
+            self.clients, self._local.altered(change, clients), self._owner, self._group, self._nbytes
+        )
+
     def without(self, clients: Collection[int]) -> ReducedReplies:
         left = [client for client in self.clients if client not in clients]
         return ReducedReplies(left, self._local.without(clients), self._owner, self._group)

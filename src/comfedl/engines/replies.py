@@ -57,6 +57,12 @@ class LocalReplies(Replies):
         found = {client: fault(reply) for client, reply in zip(self.clients, self._replies, strict=True)}
         return {client: reason for client, reason in found.items() if reason is not None}
 
+    def altered(
+        self, change: Callable[[int, dict[str, Tree]], dict[str, Tree]], clients: Collection[int]
+    ) -> LocalReplies:
+        pairs = zip(self.clients, self._replies, strict=True)
+        return LocalReplies(self.clients, [change(i, reply) if i in clients else reply for i, reply in pairs])
+
     def without(self, clients: Collection[int]) -> LocalReplies:
         kept = [(i, reply) for i, reply in zip(self.clients, self._replies, strict=True) if i not in clients]
         return LocalReplies([i for i, _ in kept], [reply for _, reply in kept])
@@ -151,7 +157,7 @@ class StackedReplies(Replies):
         ]
         return torch.cat([each.sum(dim=0).double().cpu() for each in found])[self._rows] - start
 
-    def gram(self, path: Sequence[str], origin: Tree, other: Tree) -> Tensor:
+    def gram(self, path: Sequence[str], origin: Tree, other: Tree, scale: Tensor | None = None) -> Tensor:
         last = flat(other)
         rows = torch.empty(sum(self._lengths) + 1, len(last), dtype=last.dtype, device=last.device)
         at = 0
@@ -160,6 +166,8 @@ class StackedReplies(Replies):
             for leaf, start, place in zip(_at(part, path), tree.leaves(origin), places, strict=True):
                 torch.sub(leaf.reshape(length, -1), start.reshape(1, -1), out=place)
             at += length
+        if scale is not None:
+            rows[:-1] *= scale.new_zeros(at).index_copy_(0, self._rows, scale)[:, None].to(rows)
         rows[-1] = last
         found = (rows @ rows.T).double().cpu()
         if self._in_order:
@@ -197,6 +205,12 @@ class StackedReplies(Replies):
             rows = zip(part.clients, unstack_tree(part.reply, len(part.clients)), strict=True)
             found |= {client: reason for client, row in rows if (reason := fault(row)) is not None}
         return found
+
+    def altered(
+        self, change: Callable[[int, dict[str, Tree]], dict[str, Tree]], clients: Collection[int]
+    ) -> LocalReplies:
+        rows = [row for part in self._parts for row in unstack_tree(part.reply, len(part.clients))]
+        return LocalReplies(self.clients, [rows[row] for row in self._rows.tolist()]).altered(change, clients)
 
     def without(self, clients: Collection[int]) -> StackedReplies:
         return StackedReplies([client for client in self.clients if client not in clients], self._parts)

@@ -22,6 +22,7 @@ from comfedl.data.federated import FederatedData
 from comfedl.data.outer_share import set_aside
 from comfedl.data.tabular import Encoding
 from comfedl.engines import make_engine
+from comfedl.engines.faults import Fault, Faulty, check_faults
 from comfedl.models.losses import LossFunction
 from comfedl.models.metrics import describe_metrics
 from comfedl.training import personal_models
@@ -67,6 +68,7 @@ def fit(
     stop: EarlyStopping | None = None,
     metrics: RequestedMetrics = None,
     outer_share: float = 0.2,
+    faults: Sequence[Fault] = (),
 ) -> Result:
     """Train a model over the clients' data.
 
@@ -100,6 +102,7 @@ def fit(
             errors.
         outer_share: the share of each client's train data to set aside as its outer data, in proportion to its labels;
             only for a method whose weights are measured on outer data, and if ``fed`` has no outer data of its own.
+        faults: bad and absent clients to simulate, such as ``[cf.faults.SignFlip(["a", "b"])]``.
         engine_options: options of the engine, such as ``{"vectorize": "serial"}`` (see ``Embedded``).
 
     Raises:
@@ -126,6 +129,7 @@ def fit(
         stop=stop,
         metrics=tuple(metrics or ()),
         outer_share=outer_share,
+        faults=check_faults(faults),
     )
     check_kinds(algorithm, fed)
     options.check_clients(len(fed))
@@ -137,7 +141,14 @@ def fit(
     add_metrics(learner, initial, data, metrics)
     check_fit(learner, initial, data)
     clients = make_engine(
-        engine, data, learner, algorithm.steps(), options.seed, algorithm.initial_client_state(initial), engine_options
+        engine,
+        data,
+        learner,
+        algorithm.steps(),
+        options.seed,
+        algorithm.initial_client_state(initial),
+        engine_options,
+        options.faults,
     )
     asked = describe_metrics(metrics)
     settings = settings or {
@@ -173,6 +184,10 @@ def fit_on(
         started: when the run started, by ``time.perf_counter``.
     """
     started = time.perf_counter() if started is None else started
+    if options.faults and not isinstance(clients, Faulty):
+        raise ConfigError(
+            'faults are given, but clients at real sites have only their own; remove them, or use engine = "embedded".'
+        )
     if options.resume and options.out is None:
         raise ConfigError("resume is given without out; give the folder of the run to resume.")
     count, device = len(clients.names), next(iter(initial["params"].values())).device
@@ -200,6 +215,7 @@ def fit_on(
         loop = Loop(algorithm, clients, options, callbacks, validator)
         loop.begun = started
         algorithm.check(count, loop.participants)
+        algorithm.check_aggregate(loop.participants)
         algorithm.check_names(clients.names)
         algorithm.check_rounds(options.rounds)
         state, first_round = algorithm.initial_state(initial, count), 1

@@ -9,10 +9,12 @@ from typing import Any
 
 from comfedl.algorithms.base import Algorithm
 from comfedl.engines import AT_SITES, ENGINES
+from comfedl.engines.faults import Fault
 from comfedl.training.callbacks import Callback
 from comfedl.training.stopping import EarlyStopping
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
+from comfedl.utils.toml import describe
 
 AUTO = "auto"
 
@@ -41,6 +43,7 @@ class RunOptions:
     callbacks: Sequence[Callback] = ()
     stop: EarlyStopping | None = None
     metrics: Sequence[str] = ()  # the names of those that were asked for
+    faults: tuple[Fault, ...] = ()
     gap: int = 1  # the rounds between evaluations if eval_every is "auto"; see ``evaluation_gap``
 
     def __post_init__(self) -> None:
@@ -96,9 +99,10 @@ class RunOptions:
         found = {name: getattr(self, name) for name in RECORDED}
         stop = None if self.stop is None else dict(vars(self.stop))
         found |= {"save_personal": None if self.save_personal else False, "stop": stop}
+        found |= {"faults": [describe(fault) for fault in self.faults] or None}
         return found | ({} if algorithm.weighs_on_outer else {"outer_share": None})
 
 
-NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop", "metrics", "gap")
+NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop", "metrics", "faults", "gap")
 RECORDED = tuple(field.name for field in fields(RunOptions) if field.name not in NOT_RECORDED)
 """The options that a config may set."""
