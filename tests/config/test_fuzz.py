@@ -70,6 +70,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     }
     if draw(st.booleans()):
         algorithm["clip_update_norm"] = draw(positive)
+    if draw(st.booleans()):
+        algorithm["defence"] = "strong"
     if name == "robust":
         algorithm |= draw(measures)
     if name == "comfedl":
@@ -90,7 +92,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     } | ({} if clients is None else {"clients_per_round": clients})
 
 
-@pytest.mark.filterwarnings("ignore:With one client per round")
+@pytest.mark.filterwarnings("ignore:With one client per round", "ignore:aggregate = ")
 @few
 @given(configs())
 def test_a_config_trains_or_says_why_not(settings: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import comfedl as cf
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is run from the root and is not installed
 
-from benchmarks import evaluation, sites  # noqa: E402
+from benchmarks import attacks, evaluation, sites  # noqa: E402
 from benchmarks.peers import driver, loops, report, venvs  # noqa: E402
 from benchmarks.peers.__main__ import arguments  # noqa: E402
 from benchmarks.peers.ours import First, Stop, federated, method  # noqa: E402
@@ -255,3 +255,14 @@ def test_what_evaluation_costs_adds_up() -> None:
     assert list(found) == ["every round", "auto", "last only"]
     assert found["last only"][1] == 0
     assert all(ms > 0 and share < 1 for ms, share in found.values())
+
+
+def test_the_attacks_are_run_and_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One line of the table of defences, on few rounds."""
+    out = tmp_path / "numbers.json"
+    few = ["--seeds", "1", "--rounds", "2", "--only", "mean,strong", "--attacks"]
+    attacks.main([*few, "none,bad buffers (BatchNorm)", "--methods", "Robust .1", "--out", str(out)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| method | attack | mean | strong |"
+    assert [line.split(" | ")[1] for line in lines[2:]] == ["none", "bad buffers (BatchNorm)"]
+    assert len(json.loads(out.read_text())) == 4
