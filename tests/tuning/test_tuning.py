@@ -475,7 +475,9 @@ def child(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("sampler", ["grid", "tpe"])
 def test_a_search_killed_repeatedly(tmp_path: Path, sampler: str) -> None:
     """SIGKILL at a random time in each trial gives the same result as an uninterrupted search."""
+    # Trials that are long beside the time in which the kill follows what is seen of them.
     options: dict[str, Any] = {"space": GRID if sampler == "grid" else SPACE, "sampler": sampler, "trials": 6}
+    options["changes"] = {"rounds": 60, "eval_every": 1}
     whole = search(tmp_path, "whole", **options)
     length = min(trial.seconds for trial in whole.trials if trial.seconds is not None)
     chance = random.Random(3)

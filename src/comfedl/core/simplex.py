@@ -97,8 +97,8 @@ def capped_weights(values: Tensor, gamma: float, cap: float) -> Tensor:
 def limited_weights(weights: Tensor, cap: float) -> Tensor:
     """Weights with the same sum, none above ``cap`` times the mean; what is cut off goes to the others in proportion.
 
-    >>> limited_weights(torch.tensor([0.7, 0.2, 0.1, 0.0], dtype=torch.float64), cap=2).tolist()
-    [0.5, 0.3333333333333333, 0.16666666666666666, 0.0]
+    >>> limited_weights(torch.tensor([0.6, 0.2, 0.2, 0.0], dtype=torch.float64), cap=2)
+    tensor([0.5000, 0.2500, 0.2500, 0.0000], dtype=torch.float64)
     """
     most = cap * weights.sum() / len(weights) if cap < len(weights) else torch.inf
     whole, weights, at_cap = weights.sum(), weights.clone(), torch.zeros(len(weights), dtype=torch.bool)
