@@ -242,6 +242,8 @@ def test_the_demo_with_another_seed(here: Path) -> None:
     assert process("run", "seven/robust/config.toml", "--out", "again", cwd=here).code == 0
     again, before = (here / name / "model.safetensors" for name in ("again", "seven/robust"))
     assert again.read_bytes() == before.read_bytes()
+    evaluated = process("evaluate", "seven/robust", cwd=here)  # without --trust: the demo's sites are the library's own
+    assert evaluated.code == 0 and "island" in evaluated.out, evaluated.err
 
 
 @pytest.mark.usefixtures("short_demo")
