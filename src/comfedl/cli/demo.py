@@ -1,7 +1,7 @@
 """The demo: federated averaging, equal weights and Robust on five sites, one of which is unlike the others.
 
-The sites and all settings were fixed before any result was seen; the learning rate, gamma and the optimiser are the
-library's defaults. ``python benchmarks/claims.py demo`` repeats it on twenty other seeds.
+The sites were fixed before the first run; the learning rate, gamma and the optimiser are the library's defaults.
+``python benchmarks/claims.py demo`` repeats it on twenty other seeds.
 """
 
 from __future__ import annotations
