@@ -340,7 +340,8 @@ def study(tmp_path: Path) -> Iterator[Site]:
     subprocess.run([*comfedl, "certs", "keys", "--sites", ",".join(names)], cwd=app, check=True, capture_output=True)
     settings = app / "our_study" / "config.toml"
     text = settings.read_text().replace("rounds = 50", "rounds = 3\nquorum = 0.9")
-    settings.write_text(re.sub(r'name = "comfedl"\nouter = .*', 'name = "ditto"', text))
+    assert 'name = "robust"\ngamma = ' in text
+    settings.write_text(re.sub(r'name = "robust"\ngamma = .*', 'name = "ditto"', text))
     made = Site(app, names)
     with made.daemons:
         yield made
