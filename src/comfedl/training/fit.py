@@ -82,7 +82,7 @@ def fit(
             mean loss of the batch; a ``Composition`` does not use it.
         clients_per_round: the number of participants per round, drawn uniformly; None is all clients.
         eval_every: evaluate the clients every this many rounds, and after the last. "auto" does so as often as takes
-            about a fifth of the work or less (see ``evaluation_gap``), and more often at the start.
+            about a fifth of the time (see ``evaluation_gap``), and more often at the start.
         eval_clients: how many clients to evaluate, drawn once per run; None is all of them. Otherwise the records and
             the objective are of these clients only, and give their number.
         engine: "embedded", or "distributed" under torchrun, where every process makes this call, but only the first
