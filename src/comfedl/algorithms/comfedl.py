@@ -447,11 +447,11 @@ def measure(replies: Replies, params: Params, previous: Params, reach: float, cl
         lengths = replies.squared_distances(PARAMS, params).sqrt()
         scale, bounded = clip_factors(lengths, clip), clip_factors(lengths, None, TRUSTED)
     if len(replies.clients) <= FEW:
-        gram = replies.gram(PARAMS, params, moved, scale) / reach
+        gram, along = replies.gram(PARAMS, params, moved, scale)
         if scale is None:
-            return Updates(-gram[:-1, -1], gram[:-1, :-1], bounded)
+            return Updates(-along / reach, gram / reach, bounded)
         bounded = torch.where(scale > 0, bounded / scale, 0.0)
-        return Updates(-gram[:-1, -1] * bounded, gram[:-1, :-1], scale)
+        return Updates(-along * bounded / reach, gram / reach, scale)
     products = scaled(replies.products(PARAMS, params, moved), bounded)
     return Updates(-products / reach, None, bounded if scale is None else scale)
 

@@ -166,18 +166,19 @@ class Replies(ABC):
         start = flat(origin)
         return torch.tensor([float((row - start) @ along) for row in rows], dtype=torch.float64)
 
-    def gram(self, path: Sequence[str], origin: Tree, other: Tree, scale: Tensor | None = None) -> Tensor:
-        """The inner products of ``x_i - origin``, for the part at this path of every reply, and ``other`` as the last.
+    def gram(
+        self, path: Sequence[str], origin: Tree, other: Tree, scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The inner products of ``x_i - origin``, for the part at this path of every reply, and those with ``other``.
 
         ``scale[i]`` first multiplies ``x_i - origin``, so that not even one of 1e30 times the size makes infinities.
-        A float64 matrix on the CPU. All parts are in memory at once.
+        A float64 matrix and vector on the CPU.
         """
         start = flat(origin)
-        updates = [flat(reduce(getitem, path[1:], reply)) - start for reply in self.each(path[0])]
+        updates = torch.stack([flat(reduce(getitem, path[1:], reply)) - start for reply in self.each(path[0])])
         if scale is not None:
-            updates = [factor * update for factor, update in zip(scale.tolist(), updates, strict=True)]
-        rows = torch.stack([*updates, flat(other)])
-        return (rows @ rows.T).double().cpu()
+            updates *= scale[:, None].to(updates)
+        return (updates @ updates.T).double().cpu(), (updates @ flat(other)).double().cpu()
 
     def scores(self, name: str) -> list[Scores]:
         """This part of every reply, a dict of numbers, as one table per set of names."""

@@ -14,6 +14,7 @@ then to the one that this move makes the worst. These stop where the next client
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ def proximal_weights(g: Coupled, losses: FloatArray, gram: FloatArray) -> FloatA
     c, cap = g.curvature, getattr(g, "cap", None)
     assert c is not None
     # Where the weights respond steeply, Newton's method needs a good start: the solution of a milder problem.
-    steepness = c * float(np.abs(gram.diagonal()).max(initial=0.0))
+    steepness = c * _largest(gram.diagonal())
     stages = max(0, math.ceil(math.log(steepness / MILD, 4))) if steepness > MILD else 0
     milder = [KL(4**k / c, cap=cap) for k in range(stages, 0, -1)]
     r = _value_and_weights(milder[0] if milder else g, losses)[1]
@@ -56,7 +57,7 @@ def _solve(g: Coupled, losses: FloatArray, gram: FloatArray, a: FloatArray) -> F
     value, r = _dual(g, losses, gram, a)
     for _ in range(ITERATIONS):
         gap = r - a
-        if float(np.abs(gap).max()) < TOLERANCE:
+        if _largest(gap) < TOLERANCE:
             break
         own = r if cap is None else np.where(r < most, r, 0.0)  # a client at its cap does not respond
         # The identity plus (c (diag(own) - own own^T / sum(own))) gram.
@@ -71,7 +72,7 @@ def _solve(g: Coupled, losses: FloatArray, gram: FloatArray, a: FloatArray) -> F
                 break
             size /= 2
         a, value, r = after, value_after, r_after
-        if size < 1e-6 or size * float(np.abs(direction).max()) < TOLERANCE:
+        if size < 1e-6 or size * _largest(direction) < TOLERANCE:
             break
     return r
 
@@ -104,7 +105,12 @@ def _value_and_weights(g: Coupled, values: FloatArray) -> tuple[float, FloatArra
         found = torch.from_numpy(values)
         return float(g.objective(found)), g.weights(found).numpy()
     assert g.curvature
-    most = float(values.max())
+    most = max(values.tolist())
     shares = np.exp(g.curvature * (values - most))
-    total = float(shares.sum())
+    total = float(np.add.reduce(shares))
     return most + math.log(total / len(values)) / g.curvature, shares / total
+
+
+def _largest(values: NDArray[np.floating[Any]]) -> float:
+    """The largest absolute value; for few numbers Python's own ``max`` is the quickest."""
+    return max(map(abs, values.tolist()), default=0.0)

@@ -117,7 +117,8 @@ class StackedReplies(Replies):
         self._rows = torch.arange(len(stored)) if self._in_order else torch.tensor([row[client] for client in clients])
 
     def numbers(self, name: str) -> Tensor:
-        return torch.cat([part.reply[name].double().cpu() for part in self._parts])[self._rows]
+        stored = torch.cat([part.reply[name].double().cpu() for part in self._parts])
+        return stored if self._in_order else stored[self._rows]
 
     def weighted_sum(self, name: str, weights: Tensor) -> Tree:
         shares = self._by_row(weights)
@@ -157,23 +158,21 @@ class StackedReplies(Replies):
         ]
         return torch.cat([each.sum(dim=0).double().cpu() for each in found])[self._rows] - start
 
-    def gram(self, path: Sequence[str], origin: Tree, other: Tree, scale: Tensor | None = None) -> Tensor:
-        last = flat(other)
-        rows = torch.empty(sum(self._lengths) + 1, len(last), dtype=last.dtype, device=last.device)
-        at = 0
-        for part, length in zip(self._parts, self._lengths, strict=True):
-            places = torch.split(rows[at : at + length], [leaf.numel() for leaf in tree.leaves(origin)], dim=1)
-            for leaf, start, place in zip(_at(part, path), tree.leaves(origin), places, strict=True):
-                torch.sub(leaf.reshape(length, -1), start.reshape(1, -1), out=place)
-            at += length
-        if scale is not None:
-            rows[:-1] *= scale.new_zeros(at).index_copy_(0, self._rows, scale)[:, None].to(rows)
-        rows[-1] = last
-        found = (rows @ rows.T).double().cpu()
-        if self._in_order:
-            return found
-        order = torch.cat([self._rows, self._rows.new_tensor([at])])
-        return found[order][:, order]
+    def gram(
+        self, path: Sequence[str], origin: Tree, other: Tree, scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        count = sum(self._lengths)
+        inner, along = torch.zeros(count, count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+        stacks = zip(*(_at(part, path) for part in self._parts), strict=True)
+        for leaves, start, mate in zip(stacks, tree.leaves(origin), tree.leaves(other), strict=True):
+            pairs = zip(leaves, self._lengths, strict=True)
+            rows = [leaf.reshape(length, -1) - start.reshape(1, -1) for leaf, length in pairs]
+            updates = torch.cat(rows) if len(rows) > 1 else rows[0]
+            if scale is not None:
+                updates *= scale.new_zeros(count).index_copy_(0, self._rows, scale)[:, None].to(updates)
+            inner += (updates @ updates.T).cpu()
+            along += (updates @ mate.reshape(-1)).cpu()
+        return (inner, along) if self._in_order else (inner[self._rows][:, self._rows], along[self._rows])
 
     def each(self, name: str) -> Iterator[Tree]:
         rows = [row for part in self._parts for row in unstack_tree(part.reply[name], len(part.clients))]
