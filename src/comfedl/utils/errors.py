@@ -9,9 +9,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LONGEST = 2000  # characters of a message
+
 
 class ComfedlError(Exception):
-    """The base class of all errors whose message is meant for the user."""
+    """The base class of all errors whose message is meant for the user.
+
+    It quotes what was given and what is allowed, so of a very long one the middle is left out.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) <= LONGEST:
+            return text
+        start, end = text[: 3 * LONGEST // 4], text[-LONGEST // 8 :]
+        return f"{start} [{len(text) - len(start) - len(end):,} characters left out] {end}"
 
 
 class ConfigError(ComfedlError, ValueError):
