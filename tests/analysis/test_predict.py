@@ -130,6 +130,21 @@ def test_what_is_no_finished_run_is_told(here: Path) -> None:
         cf.load_run("run")
 
 
+def test_half_of_the_personal_models_are_none(here: Path) -> None:
+    """A run killed while it writes them, or made longer after its end, has a model from before or after them."""
+    trained()
+    whole = cf.load_run("run")
+    assert whole.has_personal and "personal_loss.mean" in evaluate(whole).summary
+    Path("run/summary.json").unlink()
+    next(Path("run/personal").iterdir()).unlink()
+    killed = cf.load_run("run")
+    assert not killed.has_personal and "personal_loss.mean" not in evaluate(killed).summary
+    with pytest.raises(cf.RunFolderError, match="has not finished, and personal models are saved at the end; continue"):
+        killed.personal(killed.clients[0])
+    with pytest.raises(cf.ConfigError, match="is not a client of this run"):
+        killed.personal("nobody")
+
+
 # Predictions.
 
 

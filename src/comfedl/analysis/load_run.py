@@ -106,6 +106,11 @@ class SavedRun:
 
     def personal(self, client: str) -> Params:
         """The tensors of a client's personal model."""
+        if self.unfinished is not None and client in self.clients:
+            raise RunFolderError(
+                f"The run in {self.path} has not finished, and personal models are saved at the end; continue it with "
+                "--resume, or leave the client out."
+            )
         folder = self.path / "personal"
         packed = PersonalModels(folder) if (folder / NAMES).exists() else None  # runs with many clients use one file
         if packed is not None and client in packed:
@@ -126,8 +131,8 @@ class SavedRun:
 
     @property
     def has_personal(self) -> bool:
-        """Whether personal models were saved."""
-        return (self.path / "personal").is_dir()
+        """Whether personal models were saved; before a run's end they are incomplete, or those of its last end."""
+        return self.unfinished is None and (self.path / "personal").is_dir()
 
 
 def check_shapes(module: nn.Module, tensors: Params, source: Path) -> None:
