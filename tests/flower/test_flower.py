@@ -207,6 +207,26 @@ def test_no_sample_is_sent(method: str, three_clients: cf.FederatedData, tmp_pat
         assert part.numpy().tobytes() in passed, name
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_site_is_not_told_of_the_others(nested: bool, tmp_path: Path) -> None:
+    """Neither their names nor their baselines, which only the server uses."""
+    generator = torch.Generator().manual_seed(0)
+    names = ["a-hospital", "b-hospital"]
+    clients = {name: (torch.randn(8, 4, generator=generator).double(), torch.arange(8) % 3) for name in names}
+    fed = cf.FederatedData(clients, clients)
+    offset = {"name": "excess", "baseline": {"a-hospital": 0.12345, "b-hospital": 0.2}}
+    table = {"name": "comfedl", "outer": {"name": "kl", "gamma": 0.2, "offset": offset}}
+    method = table if nested else {"name": "robust", "offset": offset}
+    settings = config(algorithm=method, flower={"sites": names, "deadline": 0.5, "patience": 1.0})
+    grid = grid_of(fed, tmp_path)
+    result = serve(grid, settings)
+    assert_same(result, embedded(settings, fed), 1e-12)
+    sent = b"".join(grid.sent)
+    assert b"deadline" not in sent and b"0.12345" not in sent
+    for name in names:
+        assert name.encode() not in sent
+
+
 @pytest.mark.parametrize("width", [torch.float32, torch.float64])
 def test_a_leaked_sample_is_detected(width: torch.dtype, three_clients: cf.FederatedData, tmp_path: Path) -> None:
     """The search above would detect a client that leaks a sample."""

@@ -25,7 +25,10 @@ Change = Callable[[Message, Message], Message | None]
 
 
 class InProcess(Grid):
-    """Sites by node number. ``tamper`` may change a reply, or swallow it with None; ``bytes`` is all that passed."""
+    """Sites by node number. ``tamper`` may change a reply, or swallow it with None.
+
+    ``bytes`` is all that passed, ``sent`` what went to the sites.
+    """
 
     def __init__(self, sites: Mapping[int, tuple[ClientApp, Mapping[str, Any]]]) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
@@ -33,6 +36,7 @@ class InProcess(Grid):
         self.tamper: dict[int, Change] = {}
         self.seen: list[tuple[int, str]] = []
         self.bytes: list[bytes] = []
+        self.sent: list[bytes] = []
         self._replies: dict[str, Message] = {}
 
     def set_run(self, run: Any) -> None:
@@ -57,7 +61,9 @@ class InProcess(Grid):
             names.append(name)
             app, settings = self.sites[node]
             context = Context(1, node, dict(settings), RecordDict(), {})
-            reply: Message | None = app(self._carried(message), context)
+            carried = self._carried(message)
+            self.sent.append(self.bytes[-1])
+            reply: Message | None = app(carried, context)
             if node in self.tamper and reply is not None:
                 reply = self.tamper[node](message, reply)
             if reply is not None:

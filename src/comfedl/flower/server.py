@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,19 @@ ATTENDANCE, SITES = "sites.jsonl", "sites.json"
 def settings_at_sites(config: Config) -> dict[str, Any]:
     """The settings that are sent to sites: without those of the engines that run clients in this process."""
     return {key: value for key, value in config.resolved().items() if key not in ENGINE_TABLES} | {"engine": AT_SITES}
+
+
+def sent_to_sites(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without what tells a site of the others, which only the server uses: their names and baselines."""
+
+    def kept(key: str, value: Any) -> Any:
+        if key == "flower":
+            return {name: part for name, part in value.items() if name == "outputs"}
+        if not isinstance(value, Mapping):
+            return value
+        return {name: kept(name, part) for name, part in value.items() if (key, name) != ("offset", "baseline")}
+
+    return {key: kept(key, value) for key, value in settings.items()}
 
 
 class Attendance(Callback):
@@ -108,7 +121,7 @@ def serve(
         )
     learner, initial, frozen = make_learner(model, loss, algorithm, config.make_metrics(), config.task)
     settings = settings_at_sites(config)
-    text = to_toml(settings)
+    text = to_toml(sent_to_sites(settings))
     # A longer run is the same run: its clients keep their states.
     identity = to_toml({key: value for key, value in settings.items() if key not in ("flower", "rounds", "stop")})
     run_id = hashlib.blake2b(f"{identity}\0{out}".encode(), digest_size=8).hexdigest()
