@@ -29,7 +29,6 @@ NONSENSE: Sequence[Any] = (
 )
 # Large values of these are not nonsense but much work.
 WORK = {"rounds", "local_steps", "personal_steps", "adapt_steps", "steps", "clients"}
-CLIENTS = [f"client-{k}" for k in range(4)]
 
 
 def draw_config(draw: Draw, wild: float = 0.0, data: Callable[[Draw], tuple[Table, str]] | None = None) -> Table:
@@ -44,17 +43,18 @@ def draw_config(draw: Draw, wild: float = 0.0, data: Callable[[Draw], tuple[Tabl
     }
     if loss != "cross_entropy" or draw.random() < 0.2:
         config["loss"] = _loss(draw, loss)
+    most = table.get("clients", 4) if draw.random() < 0.95 else 9
     options: Mapping[str, Callable[[], Any]] = {
-        "clients_per_round": lambda: draw.randint(1, 6),
+        "clients_per_round": lambda: draw.randint(1, most),
         "eval_every": lambda: draw.choice([1, 2, 5, "auto"]),
-        "eval_clients": lambda: draw.randint(1, 6),
+        "eval_clients": lambda: draw.randint(1, most),
         "checkpoint_every": lambda: draw.randint(1, 3),
         "quorum": lambda: draw.choice([0.0, 0.1, 0.5, 1.0]),
         "save_personal": lambda: draw.random() < 0.5,
         "outer_share": lambda: draw.choice([0.05, 0.2, 0.5]),
         "metrics": lambda: draw.sample(["f1", "balanced_accuracy", "brier"], draw.randint(0, 2)),
-        "stop": lambda: {"metric": "validation.loss.worst", "patience": draw.randint(1, 3)},
-        "faults": lambda: [_fault(draw) for _ in range(draw.randint(1, 2))],
+        "stop": lambda: {"metric": "train.loss.worst", "patience": draw.randint(1, 3)},
+        "faults": lambda: [_fault(draw, most) for _ in range(draw.randint(1, 2))],
         "embedded": lambda: {
             "vectorize": draw.choice(["auto", "stack", "vmap", "serial"]),
             "workers": draw.choice([1, 2, "auto"]),
@@ -68,7 +68,7 @@ def draw_config(draw: Draw, wild: float = 0.0, data: Callable[[Draw], tuple[Tabl
 
 def digits(draw: Draw) -> tuple[Table, str]:
     """The digits, parted in any way."""
-    kind = draw.choice(sorted(PARTITIONS) if draw.random() < 0.2 else sorted({*PARTITIONS} - {"natural"}))
+    kind = draw.choice(sorted(PARTITIONS) if draw.random() < 0.1 else sorted({*PARTITIONS} - {"natural"}))
     table: Table = {"name": "digits", "partition": kind, "clients": draw.randint(1, 8)}
     table |= {
         "iid": {},
@@ -80,7 +80,7 @@ def digits(draw: Draw) -> tuple[Table, str]:
     if kind == "natural":
         del table["clients"]
     if draw.random() < 0.2:
-        kept = draw.sample(range(10), draw.randint(1, 6))
+        kept = draw.sample(range(10), draw.randint(2, 6))
         table |= {"classes": kept} | ({"classes_per_client": draw.randint(1, 3)} if kind == "shards" else {})
     if draw.random() < 0.5:
         table |= {"validation": draw.choice([0.0, 0.2, 0.5]), "test": draw.choice([0.0, 0.2])}
@@ -120,6 +120,8 @@ def _algorithm(draw: Draw, loss: str) -> Table:
         if field.name not in {"lr", "problem"} and draw.random() < _CHANCES.get(field.name, 0.25):
             values = _ALTERED.get((name, field.name), _VALUES[field.name])
             table[field.name] = values(draw)
+    if name == "afl" and "server_average" in table and draw.random() < 0.9:
+        table["average"] = False
     if draw.random() < 0.4:  # what stands in the way of most others
         for key in ("defence", "server_optimizer", "client_optimizer", "aggregate", "clip_update_norm"):
             table.pop(key, None)
@@ -158,7 +160,10 @@ def _offset(draw: Draw) -> Table:
 
 
 def _client_optimizer(draw: Draw) -> Table:
-    return _optimizer(draw, CLIENT_OPTIMIZERS) | ({"keep_state": True} if draw.random() < 0.3 else {})
+    table = _optimizer(draw, CLIENT_OPTIMIZERS) | ({"keep_state": True} if draw.random() < 0.3 else {})
+    if draw.random() < 0.9:
+        table.pop("lr", None)  # a client's step size is the method's
+    return table
 
 
 def _optimizer(draw: Draw, kinds: Mapping[str, type]) -> Table:
@@ -180,9 +185,12 @@ def _schedule(draw: Draw) -> Table:
     }.get(name, {})
 
 
-def _fault(draw: Draw) -> Table:
+def _fault(draw: Draw, most: int) -> Table:
     name = draw.choice(sorted(FAULTS))
-    table: Table = {"name": name, "clients": draw.sample(CLIENTS, draw.randint(1, 2))}
+    table: Table = {
+        "name": name,
+        "clients": draw.sample([f"client-{k}" for k in range(most)], min(most, draw.randint(1, 2))),
+    }
     table |= {
         "sign-flip": {"scale": draw.choice([1.0, 10.0, 1e15])},
         "noise": {"std": draw.choice([0.1, 1e6])},

@@ -66,6 +66,7 @@ class Disk:
     mounted: bool = False
 
     def __enter__(self) -> Disk:
+        self.folder.mkdir()
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             asked = ["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "tmpfs", str(self.folder)]
             subprocess.run(asked, check=True, capture_output=True)
@@ -95,10 +96,15 @@ class Disk:
 # Processes.
 
 
+def said(folder: Path) -> Path:
+    """Where a process writes what it says: not on the disk that is filled."""
+    return folder.with_name(f"{folder.name}.said")
+
+
 def call(folder: Path, *arguments: str, after: tuple[float, int] | None = None, limit: int | None = None) -> Ended:
     """The command line in a process of its own, which may be sent a signal after some seconds."""
     began = time.perf_counter()
-    log = folder / "said"
+    log = said(folder)
     pid = os.fork()
     if pid == 0:
         _child(folder, log, arguments, limit)
@@ -331,7 +337,7 @@ class Case:
         began = time.perf_counter()
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "comfedl"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        known, log = {*checkpoints(self.folder / out)}, self.folder / "said"
+        known, log = {*checkpoints(self.folder / out)}, said(self.folder)
         with (
             log.open("w") as file,
             subprocess.Popen(
@@ -381,7 +387,7 @@ class Case:
         return "equal"
 
     def _local(self, out: str, number: int | None) -> Ended:
-        began, log = time.perf_counter(), self.folder / "said"
+        began, log = time.perf_counter(), said(self.folder)
         asked = [sys.executable, "-m", "comfedl", "flower", "local", "run.toml", "--out", out]
         with (
             log.open("w") as file,
@@ -414,14 +420,14 @@ def soak(minutes: float, seed: int = 0, keep: Path | None = None, engines: Seque
         able = [name for name in engines if name != "flower" or left > 5] or [*engines]
         engine = min(able, key=lambda name: spent[name] / ENGINES[name])
         one = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="soak-") as folder, Disk(Path(folder)) as disk:
+        with tempfile.TemporaryDirectory(prefix="soak-") as outside, Disk(Path(outside) / "disk") as disk:
             case = Case(result.cases, engine, random.Random(f"{seed} {result.cases}"), disk)
             try:
                 ended = case.run()
             except Broken as fault:
                 ended = f"FAILED: {fault}"
                 if keep is not None:
-                    shutil.copytree(folder, keep / str(case.number), dirs_exist_ok=True)
+                    shutil.copytree(disk.folder, keep / str(case.number), dirs_exist_ok=True)
         spent[engine] += time.monotonic() - one
         result.add(case, ended)
     result.minutes = (time.monotonic() - began) / 60
