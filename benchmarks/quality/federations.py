@@ -39,6 +39,7 @@ class Federation:
     evaluations: int = 20  # in a run; the last three count
     tuning: float = 1.0  # the length of a tuning run, as a share of ``rounds``
     values: int = 3  # of a method's own parameter
+    tuning_draws: int = 1  # two where a client has fewer than 100 samples for validation
 
     @property
     def convex(self) -> bool:
@@ -155,10 +156,16 @@ FEDERATIONS = {
         equal_sizes=True,
         loss_samples=1000,
     ),
-    "odd-mlp": Federation("Fashion-MNIST, 10 sites, two of them odd, MLP", odd_sites, "mlp", rounds=200),
-    "adult-phd": Federation("Adult, PhD and not PhD (AFL's)", _natural("adult", "phd"), "logistic", rounds=300),
-    "watch": Federation("Watch, 10 people, MLP", _natural("watch", least=1), "mlp", rounds=150),
-    "odd-logistic": Federation("Fashion-MNIST, the odd sites, logistic", odd_sites, "logistic", rounds=200),
+    "odd-mlp": Federation(
+        "Fashion-MNIST, 10 sites, two of them odd, MLP", odd_sites, "mlp", rounds=200, tuning_draws=2
+    ),
+    "adult-phd": Federation(
+        "Adult, PhD and not PhD (AFL's)", _natural("adult", "phd"), "logistic", rounds=300, tuning_draws=2
+    ),
+    "watch": Federation("Watch, 10 people, MLP", _natural("watch", least=1), "mlp", rounds=150, tuning_draws=2),
+    "odd-logistic": Federation(
+        "Fashion-MNIST, the odd sites, logistic", odd_sites, "logistic", rounds=200, tuning_draws=2
+    ),
     "10-of-60": Federation(
         "Fashion-MNIST, 60 sites, 6 of them odd, MLP; 10 a round",
         many_sites(60, 6),
@@ -166,8 +173,11 @@ FEDERATIONS = {
         rounds=300,
         equal_sizes=True,
         clients_per_round=10,
+        tuning_draws=2,
     ),
-    "adult-occupation": Federation("Adult, 13 occupations, MLP", _natural("adult", "occupation"), "mlp", rounds=200),
+    "adult-occupation": Federation(
+        "Adult, 13 occupations, MLP", _natural("adult", "occupation"), "mlp", rounds=200, tuning_draws=2
+    ),
     "10-of-200": Federation(
         "Fashion-MNIST, 200 sites, 10 of them odd, MLP; 10 a round",
         many_sites(200, 10),
@@ -175,11 +185,16 @@ FEDERATIONS = {
         rounds=300,
         equal_sizes=True,
         clients_per_round=10,
+        tuning_draws=2,
     ),
     "flights": Federation(
-        "Flights, 15 carriers: late by more than 15 minutes?", _natural("flights"), "logistic", rounds=200
+        "Flights, 15 carriers: late by more than 15 minutes?",
+        _natural("flights"),
+        "logistic",
+        rounds=200,
+        tuning_draws=2,
     ),
-    "odd-cnn": Federation("Fashion-MNIST, the odd sites, CNN", odd_sites, **_cnn()),
+    "odd-cnn": Federation("Fashion-MNIST, the odd sites, CNN", odd_sites, tuning_draws=2, **_cnn()),
     "cifar-one-class": Federation(
         "CIFAR-10, 10 clients of one class each, CNN (short)",
         _classes("cifar10", None, 10, held_out=200),

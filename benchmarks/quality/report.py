@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.quality.federations import FEDERATIONS
 from benchmarks.quality.methods import METHODS
-from benchmarks.quality.runs import Row, Run, judged_runs, tuning_runs
+from benchmarks.quality.runs import Row, Run, judged_runs, trial_score, trials
 from comfedl.utils.files import write_atomic
 
 WORST = "test.accuracy.worst"
@@ -131,8 +131,8 @@ def details(rows: Rows, optima: Mapping[str, Any], federation: str) -> str:
         entry = METHODS[method]
         cells = [_mean(_values(found, measure)) for measure in COLUMNS]
         chosen = f"lr {found[0]['lr']:g}, {entry.parameter} {found[0]['value']:g}"
-        trials = [rows[trial] for trial in tuning_runs(federation, method)]
-        cells += [chosen, f"{_values(trials, WORST).min():.3f}"]
+        least = min(max(0.0, trial_score(rows, trial, WORST)) for trial in trials(federation, method))
+        cells += [chosen, f"{least:.3f}"]
         if near:
             cells.append(_rounds_to(found, optima[federation]))
         lines.append(f"| {entry.title} | " + " | ".join(cells) + " |")

@@ -45,18 +45,32 @@ def applies(federation: str, method: str) -> bool:
     return (entry.can_sample or plan.clients_per_round is None) and not (entry.for_unequal_sizes and plan.equal_sizes)
 
 
-def tuning_runs(federation: str, method: str) -> list[Run]:
+Trial = list[Run]  # a setting's runs, one for each draw of the data
+
+
+def trials(federation: str, method: str) -> list[Trial]:
     """The trials of a method: every learning rate with every value of its own parameter."""
     plan, entry = FEDERATIONS[federation], METHODS[method]
-    return [Run(federation, method, lr, v, TUNING_SEED) for lr in plan.lrs for v in entry.values[: plan.values]]
+    seeds = range(TUNING_SEED, TUNING_SEED + plan.tuning_draws)
+    return [[Run(federation, method, lr, v, s) for s in seeds] for lr in plan.lrs for v in entry.values[: plan.values]]
+
+
+def tuning_runs(federation: str, method: str) -> list[Run]:
+    """The runs of all trials."""
+    return [run for trial in trials(federation, method) for run in trial]
+
+
+def trial_score(rows: Mapping[Run, Row], trial: Trial, measure: str) -> float:
+    """The mean over a trial's draws; below all others if one of them diverged."""
+    values = [rows[run].get(measure) for run in trial]
+    return -1.0 if None in values else float(np.mean(values))  # type: ignore[arg-type]
 
 
 def judged_runs(rows: Mapping[Run, Row], federation: str, method: str) -> list[Run]:
     """The runs of the trial that was best on validation data, on new seeds; none before all trials have ended."""
-    trials = tuning_runs(federation, method)
-    if not all(trial in rows for trial in trials):
+    if not all(run in rows for run in tuning_runs(federation, method)):
         return []
-    best = max(trials, key=lambda trial: rows[trial].get("validation.accuracy.worst") or -1.0)
+    best = max(trials(federation, method), key=lambda t: trial_score(rows, t, "validation.accuracy.worst"))[0]
     return [Run(federation, method, best.lr, best.value, seed) for seed in SEEDS]
 
 

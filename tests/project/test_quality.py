@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_every_method_has_the_same_budget() -> None:
     for federation, plan in FEDERATIONS.items():
         budgets = {len(runs.tuning_runs(federation, method)) for method in METHODS if runs.applies(federation, method)}
-        assert budgets == {len(plan.lrs) * plan.values}
+        assert budgets == {len(plan.lrs) * plan.values * plan.tuning_draws}
         assert max(plan.lrs) / min(plan.lrs) >= 10 - 1e-9
     assert not runs.applies("10-of-60", "afl") and not runs.applies("afl", "robust-offset")
 
@@ -66,6 +66,16 @@ def test_a_trial_is_chosen_on_validation_data(small: str) -> None:
     assert runs.judged_runs(rows, small, "robust") == [Run(small, "robust", 0.3, 0.03, seed) for seed in SEEDS]
     rows.pop(next(iter(rows)))
     assert runs.judged_runs(rows, small, "robust") == []  # before all trials have ended nothing is chosen
+
+
+def test_a_trial_is_judged_by_all_its_draws(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FEDERATIONS, small, dataclasses.replace(FEDERATIONS[small], tuning_draws=2))
+    first, second, third = runs.trials(small, "robust")[:3]
+    rows = rows_of(small, "robust", {})
+    for trial, scores in ((first, (0.9, 0.3)), (second, (0.7, 0.6)), (third, (1.0, None))):
+        for run, score in zip(trial, scores, strict=True):
+            rows[run] = {"validation.accuracy.worst": score} if score is not None else {"diverged": "round 3"}
+    assert {(run.lr, run.value) for run in runs.judged_runs(rows, small, "robust")} == {(second[0].lr, second[0].value)}
 
 
 def test_a_diverged_trial_is_never_chosen(small: str) -> None:
@@ -144,3 +154,6 @@ def test_the_federations() -> None:
     assert float(first.train["site-009"][0].mean()) > 0.6 > 0.4 > float(first.train["site-000"][0].mean())
     assert len(FEDERATIONS["adult-occupation"].make(0)) == 13
     assert len(FEDERATIONS["flights"].make(0)) == 15
+    for name, plan in FEDERATIONS.items():
+        held = plan.make(0).validation
+        assert held is not None and (min(held.sizes) < 100) == (plan.tuning_draws == 2), name
