@@ -13,7 +13,8 @@ from torch import nn
 
 import comfedl as cf
 from comfedl.algorithms import ALGORITHMS
-from comfedl.algorithms.base import STRONG_CAP, Algorithm, clip_factors
+from comfedl.algorithms.aggregation import STRONG_CAP, clip_factors
+from comfedl.algorithms.base import Algorithm
 from comfedl.algorithms.comfedl import TRUSTED, measure
 from comfedl.core.learner import Model
 from comfedl.core.simplex import limited_weights

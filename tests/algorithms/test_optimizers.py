@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import comfedl as cf
-from comfedl.algorithms.base import Algorithm, State, weighted_average
+from comfedl.algorithms.aggregation import weighted_average
+from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core.learner import Learner, Model
 from comfedl.core.protocol import Batches, Outcome

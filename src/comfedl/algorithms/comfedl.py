@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from comfedl.algorithms.base import STRONG_CAP, Algorithm, State, adapt_draws, clip_factors
+from comfedl.algorithms.aggregation import STRONG_CAP, clip_factors
+from comfedl.algorithms.base import Algorithm, State, adapt_draws
 from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core import client_vector
 from comfedl.core.learner import Learner, Model, Params

@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from comfedl.algorithms.base import Algorithm, State, clip_factors
+from comfedl.algorithms.aggregation import clip_factors
+from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.core.optim import SGD
