@@ -59,7 +59,8 @@ def test_published_values() -> None:
         key, value = own[method]
         assert resolved["algorithm"][key] == value
     firsts = {arm.method: arm.candidates[0]["algorithm"] for arm in fig4.arms if arm.tuned}
-    assert firsts == {
+    ours = {"robust", "fedmaml-momentum"}  # series that are not in the paper
+    assert {method: values for method, values in firsts.items() if method not in ours} == {
         "fedavg": {"lr": 0.1},
         "fedmaml": {"lr": 0.1, "adapt_lr": 0.1},
         "tr-maml": {"lr": 0.1, "adapt_lr": 0.05, "dual_lr": 0.08},
