@@ -4,7 +4,7 @@ Digits, ten clients drawn by Dirichlet(1), logistic regression, 60 rounds; for b
 table has the worst honest client's test accuracy, its mean over seeds. "absent" is the run without the two: what their
 data are worth.
 
-    python -m benchmarks.attacks [--seeds 5] [--rounds 60] [--only strong,mean] [--out FILE.json]
+    python -m benchmarks.attacks [--seeds 5] [--first 0] [--rounds 60] [--only strong,mean] [--out FILE.json]
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def worst_honest(method: Algorithm, attack: str, rounds: int, seed: int) -> floa
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--methods", default=",".join(METHODS), help="of these, by comma")
     parser.add_argument("--only", default=",".join(DEFENCES), help="of these defences, by comma")
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cells = []
             for defence in defences:
                 method = METHODS[name](**DEFENCES[defence])
-                found = [worst_honest(method, attack, given.rounds, seed) for seed in range(given.seeds)]
+                found = [worst_honest(method, attack, given.rounds, given.first + k) for k in range(given.seeds)]
                 numbers[f"{name} / {attack} / {defence}"] = found
                 cells.append(f"{mean(found):.3f}".lstrip("0"))
             print(f"| {name} | {attack} | " + " | ".join(cells) + " |", flush=True)
