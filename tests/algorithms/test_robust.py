@@ -306,6 +306,23 @@ def test_some_of_the_clients(three_clients: cf.FederatedData) -> None:
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("lr", [1e12, 1e21, 1e30])
+def test_updates_whose_squares_overflow(lr: float, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run trains on, or says that it diverged."""
+    if many:
+        monkeypatch.setattr(compositional, "FEW", 1)
+    generator = torch.Generator().manual_seed(0)
+    data = {name: (torch.randn(20, 4, generator=generator), torch.arange(20) % 3) for name in "abc"}
+    torch.manual_seed(0)
+    try:
+        result = cf.fit(torch.nn.Linear(4, 3), cf.FederatedData(data), cf.Robust(0.01, lr=lr, local_steps=1), rounds=3)
+    except cf.Diverged as error:
+        assert error.round > 1
+    else:
+        assert all(value.isfinite().all() for value in result.params.values())
+
+
 def test_a_value_of_meta_learning_is_the_adapted_loss(three_clients: cf.FederatedData) -> None:
     """With full batches the first batch's value is the measured one, also for the paper's eq. (7)."""
     adapt = cf.Adapt(lr=0.1)

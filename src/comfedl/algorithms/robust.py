@@ -8,6 +8,7 @@ federated averaging's does. What is reported is a moving average of the models.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -73,7 +74,11 @@ class Robust(Compositional):
     ) -> tuple[Tensor, Callable[[Params], float] | None]:
         assert updates is not None and isinstance(self.g, Coupled)
         g, momentum = self.g, self.server_optimizer.momentum if isinstance(self.server_optimizer, SGD) else 0.0
-        coming = (losses + momentum * updates.change).numpy()  # the losses after the momentum's part of the step
+        ahead = losses + momentum * updates.change  # the losses after the momentum's part of the step
+        # Updates so long that their squares overflow predict nothing.
+        if not ahead.isfinite().all() or not (updates.gram is None or updates.gram.sum().isfinite()):
+            return g.weights(losses), None
+        coming = ahead.numpy()
         if updates.gram is not None:
             return torch.from_numpy(proximal_weights(g, coming, updates.gram.numpy())), None
         # With many clients their inner products are too many; keep the direction and choose the length.
@@ -81,7 +86,10 @@ class Robust(Compositional):
 
         def shrink(update: Params) -> float:
             products = scaled(replies.products(PARAMS, model["params"], update), updates.scale) / self.reach
-            return proximal_length(g, coming, products.numpy(), squared_norm(update) / self.reach)
+            square = squared_norm(update) / self.reach
+            if not products.isfinite().all() or not math.isfinite(square):
+                return 1.0  # as above
+            return proximal_length(g, coming, products.numpy(), square)
 
         return weights, shrink
 
