@@ -725,6 +725,6 @@ def test_a_comparison_goes_on_with_what_is_done(here: Path, comfedl_: Run) -> No
     assert (here / "both" / "run" / "seed-0" / "summary.json").stat().st_mtime_ns == kept
 
 
-@pytest.mark.parametrize("change", ["seed=abc", "rouns=3"])
+@pytest.mark.parametrize("change", ["seed=abc", "rouns=3", "loss=-1"])
 def test_data_describe_refuses_what_a_run_would(here: Path, comfedl_: Run, change: str) -> None:
     comfedl_("data", "describe", "run.toml", "--set", change).refused(change.split("=")[0])

@@ -152,6 +152,7 @@ def test_a_config_trains_like_python_and_can_be_evaluated(tmp_path: Path, loss: 
         ({"name": "mse", "class_weights": "balanced"}, ["loss.class_weights"]),
         ({"name": "focall"}, ["loss.name is 'focall'", "focal"]),
         ({"gamma": 1.0}, ["must be a name or a table"]),
+        (-1, ["loss is -1, but it must be a name or a table"]),
         ("nowhere:loss", ["loss is 'nowhere:loss'", "cannot be imported"]),
         ({"name": "m:f", "task": "ranking"}, ["loss.task is 'ranking'"]),
     ],

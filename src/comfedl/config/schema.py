@@ -221,10 +221,10 @@ class Config(BaseModel):
 
     def make_loss(self) -> str | LossFunction:
         """The loss: the name of a plain one, one with arguments, or the user's function."""
-        table = {"name": self.loss} if isinstance(self.loss, str) else dict(self.loss)
+        table = dict(self.loss) if isinstance(self.loss, Mapping) else {"name": self.loss}
         name = table.pop("name", None)
         if not isinstance(name, str):
-            raise ConfigError(f'loss is {self.loss!r}, but it must be a name or a table such as {{ name = "focal" }}.')
+            raise _no_loss(self.loss)
         if ":" in name:
             checks.one_of("loss.task", table.pop("task", CLASSIFICATION), LIKE)
             for key in table:
@@ -385,10 +385,16 @@ def run_config(
 EXAMPLES = {"data": "digits", "model": "logistic", "algorithm": "comfedl"}
 
 
+def _no_loss(given: object) -> ConfigError:
+    return ConfigError(f'loss is {given!r}, but it must be a name or a table such as {{ name = "focal" }}.')
+
+
 def _to_config_error(error: ValidationError, table: str = "") -> ConfigError:
     """Pydantic's first complaint as one sentence."""
     first = error.errors()[0]
     path = [table, *map(str, first["loc"])] if table else [str(part) for part in first["loc"]]
+    if path[0] == "loss":  # Pydantic names a type of the union as well
+        return _no_loss(first["input"])
     where = ".".join(path)
     tables: dict[str, type[BaseModel]] = {**ENGINE_TABLES, "flower": FlowerTable, "stop": StopTable}
     if first["type"] == "extra_forbidden" and path[0] in tables:

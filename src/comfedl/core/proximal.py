@@ -55,6 +55,7 @@ def _solve(g: Coupled, losses: FloatArray, gram: FloatArray, a: FloatArray) -> F
     assert c is not None
     most = np.inf if cap is None else cap / len(losses) * (1 - 1e-9)
     value, r = _dual(g, losses, gram, a)
+    rounding = 1e-14 * (_largest(losses) + _largest(gram.diagonal()))  # the value may be small by cancellation
     for _ in range(ITERATIONS):
         gap = r - a
         if _largest(gap) < TOLERANCE:
@@ -68,7 +69,7 @@ def _solve(g: Coupled, losses: FloatArray, gram: FloatArray, a: FloatArray) -> F
         while True:
             after = a + size * direction
             value_after, r_after = _dual(g, losses, gram, after)
-            if size < 1e-6 or value_after <= value + 1e-4 * size * slope + 1e-14 * abs(value):
+            if size < 1e-6 or value_after <= value + 1e-4 * size * slope + rounding:
                 break
             size /= 2
         a, value, r = after, value_after, r_after
