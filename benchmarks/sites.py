@@ -151,7 +151,7 @@ def as_markdown(found: dict[str, Any]) -> str:
         f"{world['train_s']:g} s (median), log-normal with spread {world['spread']:g}; no site fails. Medians of "
         f"{world['rounds']} rounds. The model goes down and up once (FedAvg, ComFedL, DAMAML, Ditto).",
         "",
-        "| model | sites | through the server | replies in memory | slowest site has trained after | round, flat "
+        "| model | sites | through the server | replies in memory | last site trained after | round, flat "
         "| aggregators | through the server | round |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

@@ -132,7 +132,7 @@ def test_row_8_robust_weights_that_undo_the_rule_are_warned_of(
     three_clients: cf.FederatedData, method: Algorithm
 ) -> None:
     model = nn.Linear(4, 3).double()
-    with pytest.warns(UserWarning, match="lies about its loss gets nearly all the weight"):
+    with pytest.warns(UserWarning, match="reports a false loss gets nearly all the weight"):
         cf.fit(model, three_clients, replace(method, aggregate="geometric-median"), rounds=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

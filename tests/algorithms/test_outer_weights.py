@@ -521,7 +521,7 @@ def test_clients_whose_estimate_is_missing_do_not_train(monkeypatch: pytest.Monk
         return replies
 
     monkeypatch.setattr(embedded.Embedded, "run", broken)
-    with pytest.warns(UserWarning, match="the reply of client 'b' is refused: its baseline is not finite"):
+    with pytest.warns(UserWarning, match="refused the reply of client 'b': its baseline is not finite"):
         result = fit(method, 2)
     assert [row["weight"] == 0 for row in result.clients] == [False, True, *[False] * 6]
     assert math.isfinite(result.rounds[0]["objective"])  # type: ignore[arg-type]

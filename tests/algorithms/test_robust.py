@@ -393,7 +393,7 @@ def opposed() -> cf.FederatedData:
 
 def test_weights_that_jump_are_warned_of() -> None:
     jumping = cf.ComFedL(outer=cf.KL(0.02), lr=0.5)
-    with pytest.warns(UserWarning, match=r"over the last 20 rounds \d+% of the weight changed hands") as caught:
+    with pytest.warns(UserWarning, match=r"over the last 20 rounds, \d+% of the weight moved") as caught:
         cf.fit(linear(), opposed(), jumping, rounds=60)
     assert len(caught) == 1
     result = cf.fit(linear(), opposed(), cf.Robust(gamma=0.02, lr=0.5), rounds=60)  # a warning would be an error

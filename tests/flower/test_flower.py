@@ -325,7 +325,7 @@ def test_a_failing_site_is_left_out_and_comes_back(
         absent = {(row["round"], row["step"]) for row in rows(tmp_path / "run") if "b" in row["absent"]}
         assert absent == {(1, "evaluate"), (2, "train")}  # both were in the lost message
     else:
-        with pytest.warns(UserWarning, match=f"client 'b' is refused: .*{refused}"):
+        with pytest.warns(UserWarning, match=f"refused the reply of client 'b': .*{refused}"):
             result = serve(grid, config(rounds=4), tmp_path / "run")
     weights = {(row["round"], row["client"]): row["weight"] for row in result.clients}
     assert weights[2, "b"] == 0

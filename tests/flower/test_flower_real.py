@@ -272,8 +272,8 @@ def test_sites_fail_in_every_way_and_come_back(trial: LocalTrial) -> None:
     assert third in rows[5]["answered"] or third in rows[6]["answered"]
     log = daemons.log("run").read_text()
     assert f"site '{third}' is left out of 'train'" in log
-    assert re.search(rf"Round 1: the reply of client '{second}' is refused: .* and not", log)
-    assert re.search(rf"Round 5: the reply of client '{second}' is refused: .*not finite", log)
+    assert re.search(rf"Round 1: refused the reply of client '{second}': .* and not", log)
+    assert re.search(rf"Round 5: refused the reply of client '{second}': .*not finite", log)
     with (trial.out / "clients.jsonl").open() as file:
         weights = {(row["round"], row["client"]): row["weight"] for row in map(json.loads, file)}
     assert weights[5, second] == 0  # its reply was refused

@@ -55,7 +55,7 @@ def attacked(fed: cf.FederatedData, folder: Path, settings: Config, attack: Any,
     grid.tamper[only(grid, "b")] = lambda message, reply: (
         reply if message.metadata.group_id == "who" else attack(message, reply)
     )
-    with pytest.warns(BadReply, match=f"client 'b' is refused: .*{reason}"):
+    with pytest.warns(BadReply, match=f"refused the reply of client 'b': .*{reason}"):
         result = serve(grid, settings, folder / "run")
     assert result.rounds[-1]["round"] == settings.rounds
     assert all(bool(part.isfinite().all()) for part in result.params.values())

@@ -216,7 +216,7 @@ def fails(output: Tensor, y: Tensor) -> float:
     ("metrics", "words"),
     [
         (["acuracy"], "The metric 'acuracy' is unknown; did you mean 'accuracy'"),
-        (["rmse"], "The metric 'rmse' has no meaning for a loss of classes"),
+        (["rmse"], "The metric 'rmse' does not apply to a loss for classes"),
         ("f1", "metrics is 'f1', but it must be a list of names"),
         ({"loss": spread}, "A metric is named 'loss'"),
         ({"a b": spread}, "A metric is named 'a b'"),

@@ -69,8 +69,8 @@ class Aggregation:
             bad = bad_clients(self.trim, participants)
             if participants < 2 * bad + 3:
                 raise ConfigError(
-                    f"{self.aggregate} stands {bad} bad clients (trim = {self.trim:g}) among {2 * bad + 3} or more; "
-                    f"{participants} take part in a round, so use more, a smaller trim, or a median."
+                    f"{self.aggregate} withstands {bad} bad clients (trim = {self.trim:g}) among {2 * bad + 3} or "
+                    f"more; {participants} take part in a round, so use more, a smaller trim, or a median."
                 )
 
     def averaged(self, model: Model, replies: Replies, weights: Tensor, name: str = "model") -> Model:

@@ -115,7 +115,7 @@ class Algorithm(Aggregation, ABC):
             "multi-krum", which a few bad clients cannot move far. All use the method's weights, but Krum takes one
             client's model. With one of them or a clip, buffers (BatchNorm's statistics) take their median.
         trim: the fraction of the weight that "trimmed-mean" drops at either end; for Krum the fraction of bad clients
-            that it is to stand, at most.
+            to withstand, at most.
         defence: "strong" is the combination that holds against a few bad clients whatever they send: no weight above
             1.25 times uniform, updates clipped to their median norm, and the geometric median. A ``cap``,
             ``clip_update_norm`` or ``aggregate`` that is given as well replaces its part. None is no more than these.

@@ -246,8 +246,8 @@ class Compositional(Algorithm):
         if self.rule != "mean" and self.weight_cap is None and follows:
             fix = "give it a cap" if isinstance(self.g, KL) and self.g.gamma is not None else "bound the weights"
             warnings.warn(
-                f'aggregate = "{self.rule}" keeps to the weights of {type(self.g).__name__}, and a client that lies '
-                f'about its loss gets nearly all the weight, which undoes the rule; {fix}, or use defence = "strong".',
+                f'aggregate = "{self.rule}" uses the weights of {type(self.g).__name__}, so a client that reports a '
+                f'false loss gets nearly all the weight and defeats the rule; {fix}, or use defence = "strong".',
                 stacklevel=3,
             )
 

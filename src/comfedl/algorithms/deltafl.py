@@ -35,7 +35,7 @@ class DeltaFL(Algorithm):
 
     name: ClassVar[str] = "delta-fl"
     paper: ClassVar[str] = "Pillutla et al., Machine Learning 2023"
-    goal: ClassVar[str] = "min_w CVaR_level of f_i(w), clients weighed by n_i"
+    goal: ClassVar[str] = "min_w CVaR_level of f_i(w), clients weighted by n_i"
     sends: ClassVar[str] = "down d; up 1 loss; then up d from clients above the quantile"
     elementwise: ClassVar[bool] = True
 

@@ -51,9 +51,9 @@ class QFedAvg(Algorithm):
     def check(self, clients: int, participants: int) -> None:
         if self.local_optimizer.plain_decay is None:
             warnings.warn(
-                f"q-FedAvg's step size assumes plain gradient steps at the clients, and client_optimizer is "
-                f"{self.local_optimizer.name} with a memory, so it is a rule of thumb; use server_optimizer instead "
-                "to keep to the paper.",
+                f"q-FedAvg's step size assumes plain gradient steps at the clients, but client_optimizer is "
+                f"{self.local_optimizer.name} with a memory, so the step size is approximate; to follow the paper, "
+                "use server_optimizer instead.",
                 stacklevel=3,
             )
 

@@ -61,9 +61,9 @@ def run_demo(out: Path, force: bool, seed: int = 0) -> None:
     console.print(side_by_side(results))
     worst = {name: result.summary()["validation"]["accuracy"]["worst"] for name, result in results.items()}
     console.print(
-        f"Accuracy at the worst site: {worst['FedAvg']:.1%} with FedAvg, which counts samples; "
+        f"Accuracy at the worst site: {worst['FedAvg']:.1%} with FedAvg, which weights sites by samples; "
         f"{worst['equal weights']:.1%} with equal weights; {worst['Robust']:.1%} with Robust, which gives sites with a "
-        f"larger loss more weight. This took {time.perf_counter() - started:.0f} s; --seed K draws the sites anew."
+        f"larger loss more weight. This took {time.perf_counter() - started:.0f} s; --seed K draws new sites."
     )
     console.print(f"Written to {out}: " + ", ".join(str(folder.relative_to(out)) for folder in folders.values()))
     names = {folder: name for name, folder in folders.items()}

@@ -35,7 +35,7 @@ def local(
     try:
         run_local(parsed, folder, sites, force, resume, tell=lambda line: typer.echo(line, err=True))
     except KeyboardInterrupt:
-        typer.echo("interrupted; all processes are stopped; continue the run with --resume", err=True)
+        typer.echo("interrupted; all processes were stopped; continue the run with --resume", err=True)
         sys.exit(130)
     print_table(show_summary(read_object(folder / "summary.json"), parsed.algorithm.name))
     typer.echo(f"Written to {folder}")

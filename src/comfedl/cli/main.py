@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _unexpected(error: Exception) -> str:
-    """One sentence on an error that nobody foresaw; the details go to a file."""
+    """An unexpected error as one sentence; its traceback goes to a file."""
     text = " ".join(str(error).split())[:200]
     kind = type(error).__name__
     said = f"{kind}: {text}" if text else kind

@@ -46,7 +46,7 @@ class ReplyValidator:
             self.offences[client] = self.offences.get(client, 0) + 1
             excluded = f"; it is not asked again after {QUARANTINE} refused replies" if self.is_excluded(client) else ""
             name = self._names[client]
-            warnings.warn(f"Round {round}: the reply of client {name!r} is refused: {reason}{excluded}.", BadReply, 2)
+            warnings.warn(f"Round {round}: refused the reply of client {name!r}: {reason}{excluded}.", BadReply, 2)
         usable = len(replies.clients) - sum(client in faults for client in replies.clients)
         example = "".join(f" (client {self._names[client]!r}: {reason})" for client, reason in [*faults.items()][:1])
         self.check_quorum(round, usable + others, len(asked) + others, example)

@@ -104,7 +104,7 @@ def read_cached(folder: Path, file: File, warn: bool = True) -> bytes | None:
         return data
     if warn:
         found = f"{size:,} bytes, not {file.size:,}" if size != file.size else "a wrong checksum"
-        warnings.warn(f"{path} is damaged ({found}) and is downloaded again", stacklevel=4)
+        warnings.warn(f"{path} is damaged ({found}); downloading it again.", stacklevel=4)
     return None
 
 

@@ -60,7 +60,7 @@ def _binary_hits(output: Tensor, y: Tensor) -> Tensor:
 
 
 def accuracy(output: Tensor, y: Tensor) -> Tensor:
-    """The share of samples whose largest output is at their label."""
+    """The share of samples that are classified correctly: the largest output is the label's."""
     return _hits(output, y).mean()
 
 
@@ -219,13 +219,13 @@ def f1(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
 
 
 def precision(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
-    """The share of right ones among the predictions of a class, 0 if it is never predicted; as ``f1``."""
+    """The share of predictions of a class that are correct, 0 if it is never predicted; averaged as ``f1``."""
     n = _Counts.of(output, y, sizes)
     return n.summarise(n.hits / n.predicted, n.has_class).to(output.dtype)
 
 
 def sensitivity(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
-    """The share of a class's samples that are predicted as it (recall); as ``f1``."""
+    """The share of a class's samples that are recognised (recall); averaged as ``f1``."""
     n = _Counts.of(output, y, sizes)
     return n.summarise(n.hits / n.actual, n.has_class).to(output.dtype)
 
@@ -399,7 +399,7 @@ def function_for(name: str, task: str) -> MetricFunction:
     if name not in names_for(task):
         kind = {CLASSIFICATION: "classes", BINARY: "two classes", REGRESSION: "numbers"}[task]
         raise ConfigError(
-            f"The metric {name!r} has no meaning for a loss of {kind}; use {', '.join(names_for(task))}, or a function "
+            f"The metric {name!r} does not apply to a loss for {kind}; use {', '.join(names_for(task))}, or a function "
             "of your own."
         )
     return METRICS["binary_accuracy" if name == "accuracy" and task == BINARY else name].function

@@ -40,8 +40,8 @@ class Turnover:
         if self.mean > LIMIT and not self._warned:
             self._warned = True
             warnings.warn(
-                f"The weights jump from client to client: over the last {ROUNDS} rounds {self.mean:.0%} of the weight "
-                "changed hands from one round to the next. Such a model may serve the worst client less well than "
-                "averaging does; use the method robust, or a larger gamma, or a smaller lr.",
+                f"The weights jump from client to client: over the last {ROUNDS} rounds, {self.mean:.0%} of the weight "
+                "moved to other clients in each round. The worst client may be served less well than by averaging; use "
+                "the method robust, a larger gamma, or a smaller lr.",
                 stacklevel=2,
             )
