@@ -1,5 +1,6 @@
-"""What the site needs beside mkdocs: pictures from outside docs/, formulas as MathML, a search that works from disk, and
-a check that no page loads anything from elsewhere.
+"""What the site needs beside mkdocs: pictures from outside docs/, formulas as MathML, a search that works from disk.
+
+A check warns of every page that would load something from elsewhere.
 
 The pages are written so that they also read well where they lie, in the repository: they link to ``../results`` and
 write formulas between dollars. MathML is made when the site is built, so that no page needs a script to show one.

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import comfedl as cf
+from helpers.browser import browser as browser, chromium as chromium
 
 # Tests run side by side on a few cores: each takes one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,9 @@ import pytest
 
 from comfedl.analysis.report_page import write_report
 from comfedl.analysis.web_server import make_server
+from helpers.browser import WIDTHS, sized, until
 from helpers.handmade import ODD, write_run
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="Chromium is not installed (Debian: apt-get install chromium chromium-driver)",
-)
-WIDTHS = (1280, 390)
 CLIENTS = [*ODD, "a-client-with-a-rather-long-name-of-some-hospital", *(f"client-{i}" for i in range(8))]
 
 # Everything is inside the window, but for what lies in a box that scrolls by itself; a plot is inside its own box.
@@ -65,47 +53,6 @@ plot.scrollIntoView({ block: "center" });
 const { xaxis, yaxis } = plot._fullLayout, box = plot.getBoundingClientRect(), data = plot.data[trace];
 return [box.left + xaxis._offset + xaxis.d2p(data.x[point]), box.top + yaxis._offset + yaxis.d2p(data.y[point])];
 """
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for word in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--force-device-scale-factor=1"):
-        options.add_argument(word)
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        options.add_argument("--no-sandbox")  # which root cannot have
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(120)
-    yield driver
-    driver.quit()
-
-
-@pytest.fixture
-def browser(chromium: Any) -> Iterator[Any]:
-    """The browser, whose console must have stayed silent."""
-    chromium.get_log("browser")
-    yield chromium
-    said = [entry for entry in chromium.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
-    chromium.get("about:blank")
-    assert said == []
-
-
-def sized(browser: Any, width: int) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-
-def until(browser: Any, script: str, holds: Callable[[Any], bool] = bool, seconds: float = 60) -> Any:
-    """What a script gives, once it holds."""
-    deadline = time.monotonic() + seconds
-    while not holds(found := browser.execute_script(script)):
-        assert time.monotonic() < deadline, f"{script}: {found}"
-        time.sleep(0.1)
-    return found
 
 
 def drawn(browser: Any, plots: int) -> None:

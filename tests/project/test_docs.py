@@ -15,7 +15,7 @@ import typer
 
 import comfedl as cf
 from comfedl.cli import main
-from helpers.pages import Shown, blocks, carry_out, commands, difference, write_files
+from helpers.pages import FENCE, Shown, blocks, carry_out, commands, difference, write_files
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -128,10 +128,39 @@ def test_a_method_takes_under_forty_lines() -> None:
     assert len(method.splitlines()) < 40
 
 
+def anchors(page: Path) -> set[str]:
+    """The places in a page that a link can name, both on the site and in the repository, which differ in their rules."""
+    text = FENCE.sub("", read(page))
+    headings = [re.sub(r"`|\]\([^)]*\)|\[", "", title) for title in re.findall(r"^#+ (.+?) *$", text, re.MULTILINE)]
+    plain = [re.sub(r"[^\w\s-]", "", title.lower()) for title in headings]
+    on_site = {re.sub(r"[-\s]+", "-", title.strip()) for title in plain}
+    in_repository = {re.sub(r"\s", "-", title) for title in plain}
+    return on_site & in_repository | set(re.findall(r"^::: (comfedl\S*)$", text, re.MULTILINE))
+
+
 def test_links_between_documents_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)[)#]", read(page)):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    pages = [*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md")]
+    found = 0
+    for page in pages:
+        for path, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", FENCE.sub("", read(page))):
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page.name} links to {path}"
+            assert not anchor or anchor in anchors(target), f"{page.name} links to {path}#{anchor}"
+            found += bool(anchor)
+    assert found > 10
+
+
+@pytest.mark.parametrize(
+    ("heading", "anchor"),
+    [
+        ("1. Is anybody outvoted?", "1-is-anybody-outvoted"),
+        ("The `api` of [comfedl](x.md)", "the-api-of-comfedl"),
+        ("Two words, - apart", None),  # the site has one hyphen there, the repository three
+    ],
+)
+def test_an_anchor_is_one_that_both_know(heading: str, anchor: str | None, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(f"```text\n# no heading\n```\n## {heading}\n", encoding="utf-8")
+    assert anchors(tmp_path / "page.md") == ({anchor} if anchor else set())
 
 
 def test_every_page_is_on_the_site() -> None:
