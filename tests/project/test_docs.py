@@ -15,7 +15,7 @@ import typer
 
 import comfedl as cf
 from comfedl.cli import main
-from helpers.pages import FENCE, Shown, blocks, carry_out, commands, difference, write_files
+from helpers.pages import FENCE, Shown, blocks, carry_out, command, commands, difference, write_files
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -25,7 +25,7 @@ CONTINUES = {"how-to-robust.md": "tutorial.md", "how-to-personal.md": "tutorial.
 ELSEWHERE = {"how-to-own-data.md": "tests/cli/test_init.py"}
 """Pages that another test carries out."""
 NOT_RUN = {
-    "README.md": "an overview, whose configs are the reader's own",
+    "README.md": "a test of its own runs them below, on the table of how-to-own-data.md",
     "how-to-tune.md": "searches; tests/tuning/test_tuning.py runs them",
     "reproduction.md": "takes from minutes to hours; tests/reproduction runs a small one",
     "scaling.md": "starts processes with torchrun; tests/engines/test_distributed.py does",
@@ -115,11 +115,24 @@ def test_the_readme_has_two_commands() -> None:
     install_and_demo, install_and_test = (
         block.body for block in blocks(read(ROOT / "README.md")) if block.language == "bash"
     )
-    for command, end in ((install_and_demo, "comfedl demo"), (install_and_test, "pytest")):
-        assert command.count("\n") == 1
-        assert command.strip().endswith(end)
-        assert "-c constraints.txt" in command
+    for line, end in ((install_and_demo, "comfedl demo"), (install_and_test, "pytest")):
+        assert line.count("\n") == 1
+        assert line.strip().endswith(end)
+        assert "-c constraints.txt" in line
     assert install_and_demo in read(DOCS / "index.md")
+
+
+def test_the_readme_goes_from_a_csv_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    how_to, front = blocks(read(DOCS / "how-to-own-data.md")), blocks(read(ROOT / "README.md"))
+    (make_table,) = (block.body for block in how_to if block.title == "make_patients.py")
+    exec(compile(make_table, "make_patients.py", "exec"), {})
+    (config,) = (block.body for block in front if block.language == "toml")
+    Path("mine.toml").write_text(config, encoding="utf-8")
+    (lines,) = (block.body.splitlines() for block in front if block.language == "")
+    printed = [command(line) for line in lines]
+    assert "outvoted" in printed[0]
+    assert "hill" in Path("report.html").read_text(encoding="utf-8")
 
 
 def test_a_method_takes_under_forty_lines() -> None:
@@ -203,6 +216,37 @@ def test_the_numbers_of_the_first_page_are_those_of_the_others() -> None:
     assert len(said) == 11
     for mean, error in said:
         assert any(abs(float(mean) - a) <= 6e-4 and abs(float(error) - b) <= 6e-4 for a, b in known), (mean, error)
+
+
+def test_the_numbers_of_which_method_are_those_of_the_evidence() -> None:
+    evidence = " ".join(read(DOCS / page) for page in ("quality.md", "attacks.md"))
+    said = re.findall(r"(?<![\d.])0?\.\d{3}\b", read(DOCS / "which-method.md"))
+    assert len(said) > 30
+    for number in said:
+        assert re.search(rf"(?<!\d){re.escape(number)}(?!\d)", evidence), number
+    first = dict.fromkeys(("Robust", "FedAvg", "equal weights", "KL plain", "DRFA", "AFL", "q-FedAvg"), 0)
+    rows = re.findall(r"^\|(.*)\|$", evidence.split("begin overview")[1].split("end overview")[0], re.MULTILINE)
+    methods = [cell.strip() for cell in rows[0].split("|")]
+    for row in rows[2:]:
+        (best,) = (name for name, cell in zip(methods, row.split("|"), strict=True) if "**" in cell)
+        first[next(name for name in first if best.startswith(name))] += 1
+    table = read(DOCS / "which-method.md").split("| first |")[1]
+    assert [int(n) for n in re.findall(r"^\| .*? \| .*? \| (\d+) \|", table, re.MULTILINE)] == [*first.values()]
+
+
+def test_the_comparison_has_the_times_that_were_measured() -> None:
+    measured = read(ROOT / "results" / "benchmarks" / "peers.md").splitlines()
+    compared, front = read(DOCS / "compared.md"), read(ROOT / "README.md")
+    (cells,) = (row.split("|") for row in front.splitlines() if row.startswith("| CPU time"))
+    for name, column in (("Flower 1.41 on Ray", 3), ("pfl 0.6.0", 5), ("fluke 0.8.1", 6)):
+        times, memory = (row for row in measured if row.startswith(f"| {name} |"))
+        found = [float(ratio) for ratio in re.findall(r"\(([\d.]+);", times)][:3]
+        (said,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", compared, re.MULTILINE)
+        *ratios, peak = said.split(" | ")
+        assert [f"{ratio:.1f}" for ratio in found] == [ratio for ratio in ratios if "no second" not in ratio]
+        assert peak == memory.split("|")[4].split(";")[1].strip()
+        low, high = re.findall(r"[\d.]+", cells[column])
+        assert float(low) == round(min(found), 1) and float(high) == round(max(found))
 
 
 def test_the_pictures_of_the_theory(tmp_path: Path) -> None:
