@@ -3,6 +3,7 @@
 demo: the demo's three methods on twenty seeds, 100 to 119. offset: six fresh draws of the odd sites, with settings that
 were fixed before. participation: Robust with 10 of 60 and 10 of 200 clients a round, weighted among themselves, as it
 does, or by their share among all clients (Fashion-MNIST, three seeds).
+outvoted: what ``comfedl advise`` says of the thirteen federations of docs/quality.md at its defaults, three draws each.
 optimizers: an MLP on digits after 30 rounds with momentum or Adam, and after 30 and 100 of plain SGD, once with the
 default learning rate and once with the best of eight, chosen for 30 rounds (SGD: for 100) on seeds 100 and 101.
 """
@@ -23,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks.q
 
 import comfedl as cf
 from benchmarks.quality.federations import FEDERATIONS
+from comfedl.analysis.robust_advice import advise
 from comfedl.cli import demo
-from comfedl.config.schema import run_config
+from comfedl.config.schema import parse_config, run_config
 from comfedl.core.learner import Model
 from comfedl.core.protocol import Replies
 
@@ -129,6 +131,29 @@ def offset() -> None:
         )
 
 
+def drawn(seed: int) -> cf.FederatedData:
+    """The data of the federation that ``outvoted`` has come to, as a config names them."""
+    return FEDERATIONS[NOW["federation"]].make(seed)
+
+
+NOW: dict[str, str] = {}
+
+
+def outvoted() -> None:
+    for federation, plan in FEDERATIONS.items():
+        NOW["federation"] = federation
+        for seed in range(5, 8):
+            table: dict[str, Any] = {
+                "seed": seed,
+                "clients_per_round": plan.clients_per_round,
+                "data": {"name": "__main__:drawn"},
+                "model": {"name": plan.model, **plan.options},
+                "algorithm": {"name": "robust", "batch_size": plan.batch_size},
+            }
+            found = advise(parse_config(table)).outvoted
+            print(federation, seed, ", ".join(fit.client for fit in found) or "nobody", flush=True)
+
+
 OPTIMIZERS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain SGD": (100, {}),
     "client momentum 0.9": (30, {"client_optimizer": cf.optim.SGD(momentum=0.9)}),
@@ -160,5 +185,11 @@ def optimizers() -> None:
 
 
 if __name__ == "__main__":
-    claims = {"demo": on_fresh_sites, "offset": offset, "participation": participation, "optimizers": optimizers}
+    claims = {
+        "demo": on_fresh_sites,
+        "offset": offset,
+        "outvoted": outvoted,
+        "participation": participation,
+        "optimizers": optimizers,
+    }
     claims[sys.argv[1]]()
