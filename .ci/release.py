@@ -72,7 +72,7 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def check_wheel(wheel: Path, tracked: list[str]) -> None:
-    """The wheel has the packages' files and the experiments as they are in the clone, its metadata, and nothing else."""
+    """The wheel has the files of the packages and the experiments as they are in the clone, and its metadata."""
     found = contents(wheel)
     expected = {
         there + name.removeprefix(here): (ROOT / name).read_bytes()
