@@ -7,6 +7,7 @@ help:
 	@echo "make lint   ruff, mypy, import-linter"
 	@echo "make docs   the site, into site/"
 	@echo "make demo   see it work"
+	@echo "make dist   the wheel and the source distribution, tried and put into dist/"
 
 test:
 	$(BIN)/pytest
@@ -27,4 +28,8 @@ docs:
 demo:
 	$(BIN)/comfedl demo
 
-.PHONY: help test quick lint docs demo
+dist:
+	$(BIN)/pip install -q -c constraints.txt -e '.[test,dev]'
+	$(BIN)/python .ci/release.py --keep dist
+
+.PHONY: help test quick lint docs demo dist

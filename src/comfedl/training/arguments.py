@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from comfedl.models.metrics import (
     BINARY,
     CLASSIFICATION,
     REGRESSION,
+    Metric,
     MetricFunction,
     match_shapes,
     requested_metrics,
@@ -24,7 +25,7 @@ from comfedl.models.metrics import (
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError, DataError
 
-RequestedMetrics = Mapping[str, Any] | Sequence[str] | None
+RequestedMetrics = Mapping[str, Metric | Callable[[Tensor, Tensor], Any]] | Sequence[str] | None
 """What ``fit(metrics=...)`` takes."""
 
 
