@@ -2,8 +2,8 @@
 
 For anyone who has tuned a trainer before. A client optimiser takes the local steps, a server optimiser applies the
 averaged update, a schedule scales the learning rate by round, and training stops when the worst client's validation
-accuracy has not improved for 15 rounds. Expect server momentum and client Adam to reach in fewer rounds what plain SGD
-needs all 100 for; three seeds, none of them tuned.
+accuracy has not improved for 15 rounds. Expect momentum and Adam far ahead: plain SGD with this learning rate is so slow
+that early stopping takes it for finished. Nothing is tuned, and on three seeds the other three are alike.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ def main() -> None:
             worst.append(result.row["test.accuracy.worst"])
             mean.append(result.row["test.accuracy.mean"])
             rounds.append(result.rounds[-1]["round"])
-        print(f"{name:31} test: worst {np.mean(worst):.3f}, mean {np.mean(mean):.3f}; rounds until the stop: {rounds}")
+        print(f"{name:31} worst client {np.mean(worst):.3f}, mean {np.mean(mean):.3f}, {np.mean(rounds):.0f} rounds")
     print(result.stopped or "The last run used all of its rounds.")
 
 

@@ -2,8 +2,9 @@
 
 For anyone whose sites want different things: here eleven sites see three kinds of digit each. With FedAvg and FedMAML a
 site takes five steps from the shared model on its own data, and FedMAML trains the shared model for that; with Ditto each
-site keeps a model of its own near the shared one. A twelfth site joins later and takes ten steps. Expect personal
-models to be far better than the shared one, and FedMAML's shared model to be good for nothing else; three seeds.
+site keeps a model of its own near the shared one. A twelfth site joins later and takes ten steps. Expect Ditto's models
+to be the best where a site has a hundred images, FedMAML's shared model to be of use only as a start, and any of them
+to do for the new site, whose task is easy; three seeds, test data.
 """
 
 import numpy as np

@@ -48,7 +48,7 @@ def main() -> None:
         method = cf.ComFedL(
             problem=cf.Composition(inner, outer), lr=0.05, local_steps=1, batch_size=size, server_average=0.998
         )
-        found = cf.fit(start, cf.FederatedData(returns), method, rounds=2000, eval_every=2000).params["weights"]
+        found = cf.fit(start, cf.FederatedData(returns), method, rounds=1000, eval_every=1000).params["weights"]
         distance = ((found - best).norm() / best.norm()).item()
         days = f"{size} days" if size else "all days"
         print(f"{days + ' a step:':16}", " ".join(f"{weight:6.3f}" for weight in found), f" off by {distance:.1%}")

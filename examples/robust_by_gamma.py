@@ -2,7 +2,7 @@
 
 For anyone who has to choose gamma. It is in units of the loss: of two sites whose losses differ by one gamma, the worse
 weighs e times as much. One of eight sites has its scanner turned, each has 120 images, and the model is too small to fit
-everybody. Expect the worst site to gain as gamma falls and the mean to lose little; three seeds, mean +- standard error.
+everybody. Expect the worst site to gain as gamma falls and the mean to lose little; three seeds, mean ± standard error.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ def main() -> None:
             last = cf.fit(model, sites(seed), method, rounds=80, seed=seed, eval_every=80).rounds[-1]
             scores.append([last["test.accuracy.worst"], last["test.accuracy.mean"]])
         (worst, mean), (error, _) = np.mean(scores, axis=0), np.std(scores, axis=0, ddof=1) / len(scores) ** 0.5
-        print(f"{name:14} worst site {worst:.3f} +- {error:.3f}, mean {mean:.3f}")
+        print(f"{name:14} worst site {worst:.3f} ± {error:.3f}, mean {mean:.3f}")
 
 
 if __name__ == "__main__":
