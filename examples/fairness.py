@@ -3,7 +3,8 @@
 For anyone who must treat groups alike. A gap between the groups' mean predictions is a function of means over all
 patients, so no sum over patients can hold it down: the inner map gives the loss and the means, and the outer function
 charges for a gap above 0.05. The task: has the disease progressed more than in most patients? The groups: 50 years
-and older, and younger, who differ in that by nature. Expect the gap to close, and accuracy to pay for it; three seeds.
+and older, and younger, who differ in that by nature. Expect the gap to come close to 0.05 where it is trained, to
+shrink less on test data, and to cost a little accuracy at the worst clinic; means over three draws of the clinics.
 """
 
 import numpy as np
@@ -37,6 +38,7 @@ def penalised(strength: float) -> cf.Composition:
 def clinics(seed: int) -> cf.FederatedData:
     """Four clinics with a half, a quarter and twice an eighth of the patients; a third of each is for test."""
     x, target = load_diabetes(return_X_y=True)
+    x = x[:, [0, 1, 2, 3, 8, 9]]  # the cholesterols are left out: they nearly repeat each other
     age = load_diabetes(scaled=False).data[:, 0]
     x = torch.tensor(np.column_stack([x / x.std(axis=0), age >= 50]))
     y = torch.tensor(target > np.median(target)).double()
@@ -48,7 +50,7 @@ def clinics(seed: int) -> cf.FederatedData:
 
 
 def main() -> None:
-    start = {"weights": torch.zeros(10, dtype=torch.float64), "bias": torch.zeros((), dtype=torch.float64)}
+    start = {"weights": torch.zeros(6, dtype=torch.float64), "bias": torch.zeros((), dtype=torch.float64)}
     for strength in (0, 10, 100):
         method, found = cf.ComFedL(problem=penalised(strength), **WHOLE), []
         for seed in range(3):

@@ -1,8 +1,8 @@
 """A real network on your own machine: Flower's SuperLink and three SuperNodes, with TLS and a key for each site.
 
-For anyone whose data must stay where they are, before the servers are set up. The config is that of `comfedl run`; each
-of its clients becomes a site with its own data alone. Needs the extra: pip install 'comfedl[flower]'. Expect one to three
-minutes, nearly all of them Flower's start-up and waiting, and the numbers of a simulation to rounding.
+For anyone whose data must stay where they are, before the servers are set up. The config is that of `comfedl run`;
+each of its clients becomes a site with its own data alone. Needs the extra: pip install 'comfedl[flower]'. Expect one
+to three minutes, nearly all of them Flower's start-up and waiting, and the numbers of a simulation to rounding.
 """
 
 import json
@@ -39,10 +39,8 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", *command.split()], cwd=folder, check=True, stdout=subprocess.DEVNULL)
         for name in ("sites", "simulated"):
             last = json.loads((Path(folder) / name / "rounds.jsonl").read_text().splitlines()[-1])
-            print(
-                f"{name:9} round {last['round']}: validation accuracy {last['validation.accuracy.mean']:.4f} on average, "
-                f"{last['validation.accuracy.worst']:.4f} at the worst site"
-            )
+            mean, worst = (last[f"validation.accuracy.{of}"] for of in ("mean", "worst"))
+            print(f"{name:9} round {last['round']}: validation accuracy: mean {mean:.4f}, worst site {worst:.4f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A metric of your own, recorded for every client and good enough to stop by.
 
-For anyone whose users do not care about accuracy. A metric is a function of a client's outputs and labels. One here is
-the chance that the model gives to the truth, for the digit where that is smallest; the other is the share of confident
-mistakes, of which less is better, so that "worst" is the largest. Expect a worst digit far below the accuracy, and a
-stop once it no longer gains.
+For anyone whose users do not care about accuracy. A metric is a function of a client's outputs and labels. One here
+is the chance that the model gives to the truth, for the digit where that is smallest; the other is the share of
+confident mistakes, of which less is better, so that "worst" is the largest. Expect a worst digit far below the
+accuracy, and a stop once it no longer gains.
 """
 
 import torch
@@ -38,10 +38,10 @@ def main() -> None:
     for row in result.clients:
         if row["round"] == result.best_round:
             print(
-                f"{row['client']}: test accuracy {row['test.accuracy']:.3f}, worst digit {row['test.worst_digit']:.3f}, "
+                f"{row['client']}: accuracy {row['test.accuracy']:.3f}, worst digit {row['test.worst_digit']:.3f}, "
                 f"confident mistakes {row['test.mistakes']:.3f}"
             )
-    print(f"the worst client's: {result.row['test.worst_digit.worst']:.3f}, {result.row['test.mistakes.worst']:.3f}")
+    print(f"the worst of them: {result.row['test.worst_digit.worst']:.3f}, {result.row['test.mistakes.worst']:.3f}")
     print(result.stopped)
 
 

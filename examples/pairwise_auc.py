@@ -1,9 +1,10 @@
 """A two-level problem of your own: a pairwise AUC loss, which no mean over single samples can be.
 
-For anyone who ranks. The loss E (1 - s(x+) + s(x-))^2 runs over pairs of a positive and a negative. Multiplied out it is
-a function of five means: so the inner map gives these, the outer function puts them together, and no pair is ever made.
-The task is to find the eights among the digits, with a small network. Expect a higher AUC than with the logistic loss,
-at the same learning rate and number of rounds, which were tuned for neither; three seeds, mean ± standard error.
+For anyone who ranks. The loss E (1 - s(x+) + s(x-))^2 runs over pairs of a positive and a negative. Multiplied out it
+is a function of five means: so the inner map gives these, the outer function puts them together, and no pair is ever
+made. The task is to find the eights among the digits, with a small network. Expect a higher AUC than with the
+logistic loss, at the same learning rate and number of rounds, which were tuned for neither; three seeds, mean ±
+standard error.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """torchrun: the same script in two processes, with the numbers of one.
 
-For anyone whose simulation outgrows a process. Every process makes the same call with engine="distributed", trains its
-share of the clients, and gets the same result. Run as `python` it starts torchrun on itself; you would type
+For anyone whose simulation outgrows a process. Every process makes the same call with engine="distributed", trains
+its share of the clients, and gets the same result. Run as `python` it starts torchrun on itself; you would type
 
     torchrun --standalone --nproc-per-node 2 examples/two_processes.py
 
@@ -11,8 +11,6 @@ Expect two processes to agree to the bit, and with one process to rounding. So s
 import os
 import subprocess
 import sys
-
-import torch
 
 import comfedl as cf
 

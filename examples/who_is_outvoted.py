@@ -3,7 +3,8 @@
 For anyone who wonders if robust weights will help. Train with equal weights, let each client go on alone from there,
 and compare its two losses on held-out data: if its own fit helps, the average has outvoted it. At the turned site the
 scanner stands on its side; at the noisy site two labels in five are guessed. Expect the noisy site to be as badly off
-as the turned one, and only the turned one to be outvoted. `comfedl advise CONFIG` does the same, and weighs the gammas.
+as the turned one, and only the turned one to be outvoted. `comfedl advise CONFIG` does the same, and weighs the
+gammas.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """The examples and their gallery: docs/examples.md shows what each one prints, examples/README.md lists them.
 
-``python tests/helpers/gallery.py`` runs the examples, or those that are named, writes what they print into the page, and
-writes the list anew.
+``python tests/helpers/gallery.py`` runs the examples, or those that are named, and writes what they print into the page
+and the list anew.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs" / "examples.md"
 README = EXAMPLES / "README.md"
+NOTEBOOK = "tutorial.ipynb"
 LINK = re.compile(r"^\[([^\]]+)\]\(\.\./examples/([\w.]+)\)$", re.MULTILINE)
 HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 PRINTED = re.compile(r"^```console\n\$ python examples/(\w+\.py)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LIST_HEAD = """# Examples
 
-Each is one short script that runs as it is, `python examples/NAME.py`, in under a minute (`flower_local.py` takes some three).
-What they print is on [a page of the documentation](../docs/examples.md).
+Each is one short script that runs as it is, `python examples/NAME.py`, in under a minute (`flower_local.py` takes about
+three). What they print is on [a page of the documentation](../docs/examples.md).
 
 """
 
