@@ -17,29 +17,26 @@ METHODS = {
     "FedMAML": cf.FedMAML(lr=0.1, adapt_lr=0.1, adapt_steps=5),
     "Ditto": cf.Ditto(lr=0.1, lam=0.1),
 }
+SCORES = ("test.accuracy.mean", "test.personal_accuracy.mean", "test.personal_accuracy.worst")
 
 
 def main() -> None:
-    print("accuracy  shared model    personal models  new site")
-    print("          mean    worst   mean    worst    shared  own")
+    print("accuracy  shared  personal models  new site")
+    print("          mean    mean    worst    shared  own")
     for name, method in METHODS.items():
         scores = []
         for seed in range(3):
             digits = cf.load("digits", cf.partition.Shards(clients=12, classes=3), seed=seed)
             *known, new = digits.names
-            fed = cf.FederatedData(*({name: split[name] for name in known} for split in (digits.train, digits.test)))
+            train, test = ({name: split[name] for name in known} for split in (digits.train, digits.test))
             model = cf.models.build("mlp", (1, 8, 8), classes=10, seed=seed)
-            result = cf.fit(model, fed, method, rounds=60, seed=seed, eval_every=60)
-            row = [result.rounds[-1][f"validation.{kind}accuracy.{of}"] for kind in KINDS for of in ("mean", "worst")]
-            module = result.to_module()
+            result = cf.fit(model, cf.FederatedData(train, test=test), method, rounds=60, seed=seed, eval_every=60)
+            row, module = [result.rounds[-1][key] for key in SCORES], result.to_module()
             for steps in (0, 10):
                 adapt(module, *digits.train[new], steps)
                 row.append(accuracy(module, *digits.test[new]))
             scores.append(row)
         print(f"{name:8}", *(f" {score:.3f} " for score in np.mean(scores, axis=0)))
-
-
-KINDS = ("", "personal_")
 
 
 def adapt(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int) -> None:

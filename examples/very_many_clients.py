@@ -2,9 +2,9 @@
 
 For anyone with phones rather than hospitals. `from_flat` takes the data of all clients in one piece, and a round
 costs what its participants cost, not what the federation does. Each client has four of scikit-learn's digits, drawn
-with replacement; one in ten holds its camera sideways. Evaluation is on a thousand clients, drawn once. Expect gamma
-= 1 to help the worst tenth a little and gamma = 0.1 to ruin the model: four images say little about a client, so a
-small gamma follows noise. Three seeds, mean ± standard error.
+with replacement; one in ten holds its camera sideways. Evaluation is on a thousand clients, drawn once per seed.
+Expect gamma = 1 to help the worst tenth a little, and a smaller gamma to harm everybody: four images say little about
+a client, so the weights follow noise. Three seeds, mean ± standard error.
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ def main() -> None:
     print(fed)
     model = cf.models.build("mlp", (1, 8, 8), classes=10, seed=0)
     momentum = {"server_optimizer": cf.optim.SGD(momentum=0.9), "server_average": 0.9}
-    methods = {f"gamma = {gamma}": cf.Robust(gamma=gamma, lr=0.1) for gamma in (1.0, 0.3, 0.1)}
+    methods = {f"gamma = {gamma}": cf.Robust(gamma=gamma, lr=0.1) for gamma in (1.0, 0.3)}
     options = {"rounds": 60, "eval_every": 60, "clients_per_round": 100, "eval_clients": 1000, "save_personal": False}
     for name, method in {"equal weights": cf.ComFedL(lr=0.1, **momentum), **methods}.items():
         results = [cf.fit(model, fed, method, seed=seed, **options) for seed in range(3)]
