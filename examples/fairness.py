@@ -43,9 +43,9 @@ def clinics(seed: int) -> cf.FederatedData:
     x = torch.tensor(np.column_stack([x / x.std(axis=0), age >= 50]))
     y = torch.tensor(target > np.median(target)).double()
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(y)))
-    dealt = order.split([220, 110, 56, 56])
-    train = {f"clinic-{k}": (x[rows[len(rows) // 3 :]], y[rows[len(rows) // 3 :]]) for k, rows in enumerate(dealt)}
-    test = {f"clinic-{k}": (x[rows[: len(rows) // 3]], y[rows[: len(rows) // 3]]) for k, rows in enumerate(dealt)}
+    dealt = {f"clinic-{k}": rows for k, rows in enumerate(order.split([220, 110, 56, 56]))}
+    train = {name: (x[rows[len(rows) // 3 :]], y[rows[len(rows) // 3 :]]) for name, rows in dealt.items()}
+    test = {name: (x[rows[: len(rows) // 3]], y[rows[: len(rows) // 3]]) for name, rows in dealt.items()}
     return cf.FederatedData(train, test=test)
 
 
