@@ -19,9 +19,13 @@ WHOLE = {"lr": 0.1, "local_steps": 1, "batch_size": None, "server_optimizer": cf
 Batch = tuple[Tensor, Tensor]  # x has the group, 0 or 1, in its last column
 
 
+def score(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x[:, :-1] @ params["weights"] + params["bias"]
+
+
 def inner(params: dict[str, Tensor], batch: Batch) -> Tensor:
     x, y = batch
-    logit, older = x[:, :-1] @ params["weights"] + params["bias"], x[:, -1]
+    logit, older = score(params, x), x[:, -1]
     chance = torch.sigmoid(logit)
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, y)
     return torch.stack([loss, (chance * older).mean(), (chance * (1 - older)).mean(), older.mean()])
@@ -56,15 +60,9 @@ def main() -> None:
         for seed in range(3):
             fed = clinics(seed)
             params = cf.fit(start, fed, method, rounds=200, seed=seed, eval_every=200).params
-            right = [
-                ((x[:, :-1] @ params["weights"] + params["bias"] > 0) == (y > 0)).double().mean()
-                for x, y in fed.test.values()
-            ]
-            gaps = {
-                name: [gap(inner(params, batch)) for batch in split.values()]
-                for name, split in (("train", fed.train), ("test", fed.test))
-            }
-            found.append([max(gaps["train"]), np.mean(gaps["test"]), min(right), np.mean(right)])
+            right = [((score(params, x) > 0) == (y > 0)).double().mean() for x, y in fed.test.values()]
+            trained, tested = ([gap(inner(params, data)) for data in split.values()] for split in (fed.train, fed.test))
+            found.append([max(trained), np.mean(tested), min(right), np.mean(right)])
         train, test, worst, mean = np.mean(found, axis=0)
         print(
             f"penalty {strength:3}: largest gap of a clinic {train:.2f}, on test data {test:.2f} on average; "
