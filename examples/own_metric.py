@@ -1,4 +1,4 @@
-"""A metric of your own, recorded for every client and good enough to stop by.
+"""A metric of your own, recorded for every client and used for early stopping.
 
 For anyone whose users do not care about accuracy. A metric is a function of a client's outputs and labels. One here
 is the chance that the model gives to the truth, for the digit where that is smallest; the other is the share of

@@ -1,4 +1,4 @@
-"""Your own PyTorch model: a residual network with BatchNorm, trained over five sites without a line of adaptation.
+"""Your own PyTorch model: a residual network with BatchNorm, trained over five sites without changing a line of it.
 
 For anyone who has a model already. `fit` takes any `nn.Module`, leaves it as it is, and returns the trained one.
 Expect about 97 % accuracy at the average site, and the same number from the module as from the run's records.

@@ -1,4 +1,4 @@
-"""A two-level problem of your own: a pairwise AUC loss, which no mean over single samples can be.
+"""A two-level problem of your own: a pairwise AUC loss, which is not a mean over samples.
 
 For anyone who ranks. The loss E (1 - s(x+) + s(x-))^2 runs over pairs of a positive and a negative. Multiplied out it
 is a function of five means: so the inner map gives these, the outer function puts them together, and no pair is ever

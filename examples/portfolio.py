@@ -1,4 +1,4 @@
-"""A two-level problem of your own: a mean-variance portfolio over four markets, held against its closed form.
+"""A two-level problem of your own: a mean-variance portfolio over four markets, checked against its closed form.
 
 For anyone whose objective is a function of a mean. The variance is one: E[r^2] - E[r]^2. So the inner map gives the
 mean return and the mean squared return, and the outer function puts them together. On a batch of b days the outer

@@ -1,4 +1,4 @@
-"""What gamma does: the worst site and the mean of all, from nearly plain averaging to following the worst site.
+"""What gamma does: accuracy at the worst site and on average, from nearly equal weights to following the worst site.
 
 For anyone who has to choose gamma. It is in units of the loss: of two sites whose losses differ by one gamma, the
 worse weighs e times as much. One of eight sites has its scanner turned, each has 120 images, and the model is too

@@ -1,4 +1,4 @@
-"""torchrun: the same script in two processes, with the numbers of one.
+"""torchrun: the same script in two processes, with the same results as in one.
 
 For anyone whose simulation outgrows a process. Every process makes the same call with engine="distributed", trains
 its share of the clients, and gets the same result. Run as `python` it starts torchrun on itself; you would type
