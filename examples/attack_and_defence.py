@@ -1,9 +1,9 @@
 """Two of ten clients attack: what is left of the model, with and without a defence.
 
-For anyone who does not control all clients. The two report a loss of a million, which gives them nearly all of the
-robust weight, and send their updates backwards. defence="strong" bounds weight, length and direction at once. Expect
-the model to be destroyed without it, and to lose a few points behind it; three seeds, test accuracy of the eight
-honest clients.
+For anyone who does not control all clients. The attackers report a loss of a million, which gives them nearly all of
+the robust weight, and reverse their updates. defence="strong" bounds weight, length and direction at once. Expect the
+attack to destroy the model without a defence and to cost a few points with it. Test accuracy of the eight honest
+clients, averaged over three seeds.
 """
 
 import warnings

@@ -1,10 +1,10 @@
 """A two-level problem of your own: a fairness constraint on the gap between two groups, at every clinic.
 
-For anyone who must treat groups alike. A gap between the groups' mean predictions is a function of means over all
-patients, so no sum over patients can hold it down: the inner map gives the loss and the means, and the outer function
-charges for a gap above 0.05. The task: has the disease progressed more than in most patients? The groups: 50 years
-and older, and younger, who differ in that by nature. Expect the gap to come close to 0.05 where it is trained, to
-shrink less on test data, and to cost a little accuracy at the worst clinic; means over three draws of the clinics.
+For anyone who must treat groups alike. The gap between two groups' mean predictions is a function of means over all
+patients, not a sum over patients. So the inner map computes the loss and the means, and the outer function penalises
+a gap above 0.05. The task: has the disease progressed more than in most patients? The groups: patients aged 50 or
+over, and younger ones. Expect the gap to shrink towards 0.05 on train data and less on test data, at some cost in
+accuracy at the worst clinic. Averages over three draws of the clinics.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """A real network on your own machine: Flower's SuperLink and three SuperNodes, with TLS and a key for each site.
 
-For anyone whose data must stay where they are, before the servers are set up. The config is that of `comfedl run`;
-each of its clients becomes a site with its own data alone. Needs the extra: pip install 'comfedl[flower]'. Expect one
-to three minutes, nearly all of them Flower's start-up and waiting, and the numbers of a simulation to rounding.
+For anyone whose data must stay where they are, before setting up servers. The config is the same as for `comfedl
+run`; each client becomes a site that has only its own data. Needs Flower: pip install 'comfedl[flower]'. Expect one
+to three minutes, most of it Flower's start-up and waiting, and the results of a simulation, up to rounding.
 """
 
 import json

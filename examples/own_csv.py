@@ -1,9 +1,9 @@
 """Your own CSV file: train, evaluate and predict with three commands and one config.
 
-For anyone with a table that has a row per sample and a column that says where the row comes from. The table here is
-scikit-learn's diabetes study: 442 patients, and how far the disease has progressed after a year; three age groups
-stand for three clinics. Expect an RMSE of about 0.7 standard deviations at each clinic, and a prediction for each of
-three new patients in the units of the table.
+For anyone with a table that has one row per sample and a column that says where the row comes from. The table is
+scikit-learn's diabetes study: 442 patients and how far the disease had progressed after a year. Three age groups
+stand in for three clinics. Expect an RMSE of about 0.7 standard deviations at each clinic, and predictions for three
+new patients in the units of the table.
 """
 
 import csv

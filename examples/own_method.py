@@ -1,9 +1,9 @@
 """A method of your own in twenty lines: weights between sample counts and equal ones, checked at its limits.
 
-For anyone who compares methods. FedAvg weighs a client by its n samples and so outvotes the small; equal weights
-trust the smallest client as much as the largest. This method weighs by n to a power in between. Expect it to be
-FedAvg to the last bit with power 1, equal weights with power 0, and between them in between; on the demo's five
-sites, of which a small one has its scanner turned, equal weights are best; three seeds.
+For anyone who compares methods. FedAvg weights a client by its n samples, so it outvotes small clients; equal weights
+trust the smallest client as much as the largest. This method uses n to a power. Expect exactly FedAvg with power 1,
+exactly equal weights with power 0, and something between them with power 0.5. On the demo's five sites, of which a
+small one has its scanner turned, equal weights are best. Averages over three seeds.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """A metric of your own, recorded for every client and used for early stopping.
 
-For anyone whose users do not care about accuracy. A metric is a function of a client's outputs and labels. One here
-is the chance that the model gives to the truth, for the digit where that is smallest; the other is the share of
-confident mistakes, of which less is better, so that "worst" is the largest. Expect a worst digit far below the
-accuracy, and a stop once it no longer gains.
+For anyone to whom plain accuracy is not what counts. A metric is a function of a client's outputs and labels. Here
+one is the probability given to the true digit, for the digit where it is lowest. The other is the share of confident
+mistakes; less is better, so its worst client is the one with the most. Expect the worst digit to be far below the
+accuracy, and training to stop when it no longer improves.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Your own PyTorch model: a residual network with BatchNorm, trained over five sites without changing a line of it.
 
-For anyone who has a model already. `fit` takes any `nn.Module`, leaves it as it is, and returns the trained one.
-Expect about 97 % accuracy at the average site, and the same number from the module as from the run's records.
+For anyone who already has a model. `fit` takes any `nn.Module`, leaves it unchanged, and returns the trained
+parameters. Expect about 97 % accuracy on average, and the same accuracy from the trained module as in the run's
+records.
 """
 
 import torch

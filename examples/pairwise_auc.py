@@ -1,9 +1,9 @@
 """A two-level problem of your own: a pairwise AUC loss, which is not a mean over samples.
 
-For anyone who ranks. The loss E (1 - s(x+) + s(x-))^2 runs over pairs of a positive and a negative. Multiplied out it
-is a function of five means: so the inner map gives these, the outer function puts them together, and no pair is ever
-made. The task is to find the eights among the digits, with a small network. Expect a higher AUC than with the
-logistic loss, at the same learning rate and number of rounds, which were tuned for neither; three seeds, mean ±
+For anyone who ranks. The loss E (1 - s(x+) + s(x-))^2 is a mean over pairs of a positive and a negative. Multiplied
+out, it is a function of five means. So the inner map computes these, the outer function combines them, and no pair is
+ever formed. The task is to find the eights among the digits with a small network. Expect a higher AUC than with the
+logistic loss at the same learning rate and number of rounds, which were not tuned for either. Three seeds, mean ±
 standard error.
 """
 

@@ -1,10 +1,10 @@
 """A model for each site, and for a site that was never seen: FedAvg, FedMAML and Ditto.
 
-For anyone whose sites want different things: here eleven sites see three kinds of digit each. With FedAvg and FedMAML
-a site takes five steps from the shared model on its own data, and FedMAML trains the shared model for that; with
-Ditto each site keeps a model of its own near the shared one. A twelfth site joins later and takes ten steps. Expect
-Ditto's models to be the best where a site has a hundred images, FedMAML's shared model to be of use only as a start,
-and any of them to do for the new site, whose task is easy; three seeds, test data.
+For anyone whose sites want different things: here each of eleven sites sees three kinds of digit. With FedAvg and
+FedMAML a site takes five steps from the shared model on its own data, and FedMAML trains the shared model as a start
+for these steps. With Ditto each site keeps its own model, held near the shared one. A twelfth site joins later and
+takes ten steps. Expect Ditto's models to be best at sites that have about a hundred images, FedMAML's shared model to
+be useful only as a start, and every method to serve the new site, whose task is easy. Test data, three seeds.
 """
 
 import numpy as np

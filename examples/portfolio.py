@@ -1,9 +1,9 @@
 """A two-level problem of your own: a mean-variance portfolio over four markets, checked against its closed form.
 
-For anyone whose objective is a function of a mean. The variance is one: E[r^2] - E[r]^2. So the inner map gives the
-mean return and the mean squared return, and the outer function puts them together. On a batch of b days the outer
-gradient is biased, since a batch has only (b - 1) / b of the variance. Expect weights that are about 1 / b too large,
-and with all days the closed form. The returns are generated, since the point is the mechanics.
+For anyone whose objective is a function of a mean. The variance is one: E[r^2] - E[r]^2. So the inner map computes
+the mean return and the mean squared return, and the outer function combines them. On a batch of b days the outer
+gradient is biased, since a batch has on average only (b - 1) / b of the variance. Expect weights about 1 / b too
+large, and the closed form when each step uses all days. The returns are generated.
 """
 
 import torch

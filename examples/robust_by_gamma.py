@@ -1,9 +1,9 @@
 """What gamma does: accuracy at the worst site and on average, from nearly equal weights to following the worst site.
 
-For anyone who has to choose gamma. It is in units of the loss: of two sites whose losses differ by one gamma, the
-worse weighs e times as much. One of eight sites has its scanner turned, each has 120 images, and the model is too
-small to fit everybody. Expect the worst site to gain as gamma falls and the mean to lose little; three seeds, mean ±
-standard error.
+For anyone who has to choose gamma. It is in units of the loss: if the losses of two sites differ by gamma, the worse
+site gets e times the weight. One of eight sites has its scanner turned, every site has 120 images, and the model is
+too small to fit all of them. Expect the worst site to gain as gamma falls, at little cost to the mean. Three seeds,
+mean ± standard error.
 """
 
 import numpy as np

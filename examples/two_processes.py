@@ -1,11 +1,11 @@
 """torchrun: the same script in two processes, with the same results as in one.
 
-For anyone whose simulation outgrows a process. Every process makes the same call with engine="distributed", trains
-its share of the clients, and gets the same result. Run as `python` it starts torchrun on itself; you would type
+For anyone whose simulation has outgrown one process. Every process makes the same call with engine="distributed",
+trains its share of the clients, and gets the same result. Run with `python`, this script starts itself under torchrun:
 
     torchrun --standalone --nproc-per-node 2 examples/two_processes.py
 
-Expect two processes to agree to the bit, and with one process to rounding. So small a model does not get faster.
+Expect the results of one process, up to rounding. A model as small as this one does not train faster.
 """
 
 import os

@@ -1,10 +1,10 @@
 """A hundred thousand clients, of whom a hundred take part in a round.
 
-For anyone with phones rather than hospitals. `from_flat` takes the data of all clients in one piece, and a round
-costs what its participants cost, not what the federation does. Each client has four of scikit-learn's digits, drawn
-with replacement; one in ten holds its camera sideways. Evaluation is on a thousand clients, drawn once per seed.
-Expect gamma = 1 to help the worst tenth a little, and a smaller gamma to do harm: four images say little about
-a client, so the weights follow noise. Three seeds, mean ± standard error.
+For anyone with phones rather than hospitals. `from_flat` takes the data of all clients in one piece, and the cost of
+a round depends on its participants, not on the number of clients. Each client has four of scikit-learn's digits,
+drawn with replacement; one client in ten holds its camera sideways. A thousand clients, drawn once per run, are
+evaluated. Expect gamma = 1 to help the worst tenth a little, and a smaller gamma to do harm: four images say little
+about a client, so the weights follow noise. Three seeds, mean ± standard error.
 """
 
 import numpy as np

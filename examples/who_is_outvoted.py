@@ -1,10 +1,10 @@
 """Who is outvoted? A large loss alone does not say: one site here needs more weight, another would waste it.
 
-For anyone who wonders if robust weights will help. Train with equal weights, let each client go on alone from there,
-and compare its two losses on held-out data: if its own fit helps, the average has outvoted it. At the turned site the
-scanner stands on its side; at the noisy site two labels in five are guessed. Expect the noisy site to be as badly off
-as the turned one, and only the turned one to be outvoted. `comfedl advise CONFIG` does the same, and weighs the
-gammas.
+For anyone who wonders whether robust weights will help. Train with equal weights, let each client continue alone from
+there, and compare its two losses on held-out data: if its own fit is much better, the average has outvoted it. The
+turned site has its scanner on its side; at the noisy site two labels in five are random. Expect both to be badly
+served, but only the turned site to be outvoted. `comfedl advise CONFIG` does the same and also compares values of
+gamma.
 """
 
 import numpy as np
