@@ -56,7 +56,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Let links to what lies outside docs/ lead to its place on the site, and explain the workloads."""
-    return PICTURE.sub(r"](\1)", markdown).replace("](../README.md", "](index.md") + WORKLOADS
+    return OUTSIDE.sub(r"](\1)", markdown).replace("](../README.md", "](index.md") + WORKLOADS
 
 
 def on_page_content(content: str, **_: Any) -> str:
