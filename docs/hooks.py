@@ -1,4 +1,4 @@
-"""What the site needs beside mkdocs: pictures from outside docs/, formulas as MathML, a search that works from disk.
+"""What the site needs beside mkdocs: files from outside docs/, formulas as MathML, a search that works from disk.
 
 A check warns of every page that would load something from elsewhere.
 
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 LOG = logging.getLogger("mkdocs.hooks.docs")
-PICTURE = re.compile(r"\]\(\.\./((?:results|docs)/[^)]+\.(?:png|svg))\)")
+OUTSIDE = re.compile(r"\]\(\.\./((?:results|docs)/[^)]+\.(?:png|svg)|examples/[^)]+\.(?:py|ipynb))\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', re.DOTALL)
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source|video|audio)\b[^>]*\ssrc=["']?(?:https?:)?//[^\s"'>]*"""
@@ -46,16 +46,17 @@ if (location.protocol === "file:") {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pictures that pages show from outside docs/."""
+    """Add the pictures and examples outside docs/ that pages show or link to."""
     pages = [file.content_string for file in files.documentation_pages()]
-    for picture in sorted({name for page in pages for name in PICTURE.findall(page)}):
-        files.append(File.generated(config, picture, abs_src_path=str(ROOT / picture)))
+    for name in sorted({name for page in pages for name in OUTSIDE.findall(page)}):
+        source = str(ROOT / name)
+        files.append(File.generated(config, name, abs_src_path=source, inclusion=InclusionLevel.INCLUDED))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Let links to what lies outside docs/ lead to its place on the site, and explain the workloads."""
-    return PICTURE.sub(r"](\1)", markdown).replace("](../README.md", "](index.md") + WORKLOADS
+    return OUTSIDE.sub(r"](\1)", markdown).replace("](../README.md", "](index.md") + WORKLOADS
 
 
 def on_page_content(content: str, **_: Any) -> str:

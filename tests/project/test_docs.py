@@ -22,7 +22,10 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 CONTINUES = {"how-to-robust.md": "tutorial.md", "how-to-personal.md": "tutorial.md"}
 """Pages that use the files of another one."""
-ELSEWHERE = {"how-to-own-data.md": "tests/cli/test_init.py"}
+ELSEWHERE = {
+    "how-to-own-data.md": "tests/cli/test_init.py",
+    "examples.md": "tests/project/test_examples.py",
+}
 """Pages that another test carries out."""
 NOT_RUN = {
     "README.md": "a test of its own runs them below, on the table of how-to-own-data.md",

@@ -1,6 +1,6 @@
 """Draw the demo on twenty fresh seeds: the worst site's accuracy under each method. Needs the extra `plot`.
 
-python examples/plot_demo.py docs/images/demo.png
+python docs/demo_picture.py docs/images/demo.png
 """
 
 from __future__ import annotations
