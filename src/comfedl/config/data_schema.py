@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from comfedl.config import build
 from comfedl.data.federated import FederatedData
 from comfedl.data.from_folders import from_folder
-from comfedl.data.from_tables import Shares, from_csv
+from comfedl.data.from_tables import Shares, from_file
 from comfedl.data.loading import check_classes, check_grouping, load
 from comfedl.data.partition import IID, PARTITIONS, Natural, Partition
 from comfedl.data.registry import SOURCES
@@ -55,10 +55,19 @@ def csv(
     scale: bool = True,
     scale_target: bool = False,
     missing: str = "error",
+    impute: str | Mapping[str, Any] | None = None,
+    na_values: Sequence[str | float] | Mapping[str, Any] | None = None,
+    decimal: str | None = None,
+    thousands: str | None = None,
+    dates: Sequence[str] | Mapping[str, str] | None = None,
+    header: bool | Sequence[str] | None = None,
+    encoding: str | None = None,
 ) -> FederatedData:
-    """A CSV file with a column of client names; see ``FederatedData.from_dataframe``."""
-    options = {"split": split, "drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
-    return from_csv(path, client, target, shares, task=task, **options)
+    """A CSV, Parquet or Arrow file with a column of client names; see ``FederatedData.from_dataframe``."""
+    options: dict[str, Any] = {"split": split, "drop": drop, "scale": scale, "scale_target": scale_target}
+    options |= {"missing": missing, "impute": impute, "na_values": na_values, "decimal": decimal}
+    options |= {"thousands": thousands, "dates": dates, "header": header, "encoding": encoding}
+    return from_file(path, client, target, shares, task=task, **options)
 
 
 def folder(
@@ -71,14 +80,23 @@ def folder(
     scale: bool | None = None,
     scale_target: bool | None = None,
     missing: str | None = None,
+    impute: str | Mapping[str, Any] | None = None,
+    na_values: Sequence[str | float] | Mapping[str, Any] | None = None,
+    decimal: str | None = None,
+    thousands: str | None = None,
+    dates: Sequence[str] | Mapping[str, str] | None = None,
+    header: bool | Sequence[str] | None = None,
+    encoding: str | None = None,
 ) -> FederatedData:
     """A folder with one file or folder per client; see ``FederatedData.from_folder``."""
-    given = {"drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
+    given: dict[str, Any] = {"drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
+    given |= {"impute": impute, "na_values": na_values, "decimal": decimal, "thousands": thousands}
+    given |= {"dates": dates, "header": header, "encoding": encoding}
     options = {key: value for key, value in given.items() if value is not None}
     return from_folder(path, shares, target, size, **options, **({} if target is None else {"task": task}))
 
 
-READERS: dict[str, Callable[..., FederatedData]] = {"csv": csv, "folder": folder}
+READERS: dict[str, Callable[..., FederatedData]] = {"csv": csv, "parquet": csv, "arrow": csv, "folder": folder}
 """Readers of the user's files, by their names in a config; ``"module:function"`` names the user's code."""
 
 
