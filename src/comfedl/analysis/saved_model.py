@@ -30,7 +30,10 @@ def load_learner(run: SavedRun) -> tuple[Learner, Callable[[Params], Model]]:
     loss, algorithm = config.make_loss(), config.make_algorithm()
     learner, initial, _ = make_learner(run.module, loss, algorithm, config.make_metrics(), config.task)
     if isinstance(loss, Loss):
-        labels, outputs = config.make_data().train.y if is_balanced(loss) else torch.zeros(0), run.outputs
+        labels, outputs = (
+            config.make_data(encoding=run.encoding).train.y if is_balanced(loss) else torch.zeros(0),
+            run.outputs,
+        )
         learner.loss_function = loss.resolved(labels, outputs)
     if learner.module is None:
         raise ConfigError(f"{run.path} trained a Composition, which has no outputs and no metrics.")

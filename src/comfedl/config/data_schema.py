@@ -47,6 +47,7 @@ class SampleSpec(NamedTuple):
 def csv(
     shares: Shares,
     task: str,
+    saved: Encoding | None,
     path: str,
     client: str,
     target: str,
@@ -67,12 +68,13 @@ def csv(
     options: dict[str, Any] = {"split": split, "drop": drop, "scale": scale, "scale_target": scale_target}
     options |= {"missing": missing, "impute": impute, "na_values": na_values, "decimal": decimal}
     options |= {"thousands": thousands, "dates": dates, "header": header, "encoding": encoding}
-    return from_file(path, client, target, shares, task=task, **options)
+    return from_file(path, client, target, shares, task=task, saved=saved, **options)
 
 
 def folder(
     shares: Shares,
     task: str,
+    saved: Encoding | None,
     path: str,
     target: str | None = None,
     size: int | Sequence[int] | None = None,
@@ -93,7 +95,8 @@ def folder(
     given |= {"impute": impute, "na_values": na_values, "decimal": decimal, "thousands": thousands}
     given |= {"dates": dates, "header": header, "encoding": encoding}
     options = {key: value for key, value in given.items() if value is not None}
-    return from_folder(path, shares, target, size, **options, **({} if target is None else {"task": task}))
+    options |= {} if target is None else {"task": task, "saved": saved}
+    return from_folder(path, shares, target, size, **options)
 
 
 READERS: dict[str, Callable[..., FederatedData]] = {"csv": csv, "parquet": csv, "arrow": csv, "folder": folder}
@@ -161,7 +164,7 @@ class DataTable(NamedTable):
     def _loader(self) -> tuple[Callable[..., Any], int]:
         """The function that loads the user's data, and how many arguments it takes before the options."""
         if self.name in READERS:
-            return READERS[self.name], 2
+            return READERS[self.name], 3
         found = build.import_object("data.name", self.name)
         if not callable(found):
             raise ConfigError(f"data.name is {self.name!r}, which is not a function (seed) -> FederatedData.")
@@ -189,10 +192,12 @@ class DataTable(NamedTable):
             check_grouping(self.name, source.groupings, partition.by)
         return partition
 
-    def make_data(self, seed: int, progress: bool = False, loss: str = "cross_entropy") -> FederatedData:
+    def make_data(
+        self, seed: int, progress: bool = False, loss: str = "cross_entropy", encoding: Encoding | None = None
+    ) -> FederatedData:
         """Load the clients' data; ``seed`` is used unless the table has one.
 
-        The loss decides whether y is read as class labels or as numbers.
+        The loss decides whether y is read as class labels or as numbers; ``encoding`` is that of an earlier run.
         """
         seed = seed if self.seed is None else self.seed
         if not self._is_user_data:
@@ -201,7 +206,8 @@ class DataTable(NamedTable):
         function, _ = self._loader()
         if self.name in READERS:
             task = "regression" if loss in REGRESSIONS else "classification"
-            return READERS[self.name](Shares(self.validation, self.test, seed), task, **self.arguments)
+            saved = encoding if encoding is not None and encoding.columns else None
+            return READERS[self.name](Shares(self.validation, self.test, seed), task, saved, **self.arguments)
         fed = build.call_user_code("data.name", self.name, function, seed, **self._options())
         if not isinstance(fed, FederatedData):
             raise ConfigError(f"data.name is {self.name!r}, which returned {type(fed).__name__}, not a FederatedData.")
@@ -277,7 +283,9 @@ class SitesTable(DataTable):
     def outputs(self, fed: FederatedData, loss: str) -> int:
         return self.outputs_without_data(loss)
 
-    def make_data(self, seed: int, progress: bool = False, loss: str = "cross_entropy") -> FederatedData:
+    def make_data(
+        self, seed: int, progress: bool = False, loss: str = "cross_entropy", encoding: Encoding | None = None
+    ) -> FederatedData:
         raise ConfigError(
             'data.name is "sites": the data stay at the sites; start the run with flwr run (docs/flower.md).'
         )

@@ -153,8 +153,8 @@ class FederatedData:
         from comfedl.data.from_tables import Shares, from_table
 
         shares = Shares(validation, test, seed)
-        more = {"impute": impute, "na_values": na_values, "dates": dates}
-        return from_table(df, client, target, shares, split, drop, task, scale, scale_target, missing, **more)
+        scales = (scale, scale_target)
+        return from_table(df, client, target, shares, split, drop, task, *scales, missing, impute, na_values, dates)
 
     @classmethod
     def from_datasets(cls, train: Any, validation: Any = 0.2, test: Any = 0.2, seed: int = 0) -> FederatedData:

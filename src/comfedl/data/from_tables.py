@@ -77,8 +77,12 @@ def from_table(
     impute: Any = None,
     na_values: Any = None,
     dates: Any = None,
+    saved: Encoding | None = None,
 ) -> FederatedData:
-    """See ``FederatedData.from_dataframe``. A table that was read from a file has its own ``na_values`` and dates."""
+    """See ``FederatedData.from_dataframe``; ``saved`` is the encoding of an earlier run, to be used once more.
+
+    A table that was read from a file has its own ``na_values`` and dates.
+    """
     shares.check()
     table = as_table(frame)
     if na_values is not None or dates is not None:
@@ -91,6 +95,8 @@ def from_table(
     used, dropped = _with_values(table, options, split, [name for name in inputs if name not in rules])
     names = np.array(used.strings(client), dtype=object)
     splits = _split_of_rows(used, names, target, shares, split, task)
+    if saved is not None:
+        return from_batches(by_split(*_encoded(saved, used), names, splits), saved)
     encoding, fitted = fit_encoding(TableRows(used, names, splits == "train"), inputs, options, rules)
     fates = {name: found.fate for name, found in fitted.items()}
     fates |= dict.fromkeys(drop, "left out: dropped by the config")
@@ -103,11 +109,15 @@ def from_table(
     ]
     columns = tuple(describe_column(table, name, fates[name]) for name in table.columns)
     report = TableReport(table.source, len(table), columns, dropped, tuple(notes))
-    x, y = torch.from_numpy(encoding.x(used)), torch.from_numpy(encoding.y(used))
+    x, y = _encoded(encoding, used)
     if torchrun.rank() == 0:
         for note in notes:
             logger.warning("%s", note)
     return from_batches(by_split(x, y, names, splits), replace(encoding, report=report))
+
+
+def _encoded(encoding: Encoding, table: Table) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(encoding.x(table)), torch.from_numpy(encoding.y(table))
 
 
 def _check_options(table: Table, options: TaskOptions, split: str | None, drop: Sequence[str]) -> None:
