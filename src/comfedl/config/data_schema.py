@@ -175,6 +175,11 @@ class DataTable(NamedTable):
         shares = () if self.name in READERS else ("validation", "test")
         return {**self.arguments, **{key: getattr(self, key) for key in shares if key in self.model_fields_set}}
 
+    @property
+    def number_of_clients_is_free(self) -> bool:
+        """Whether the partition draws as many clients as its key ``clients`` says."""
+        return not self._is_user_data and "clients" in describe(self.make_partition())
+
     def make_partition(self) -> Partition:
         """The partition; the default is the data set's natural groups, or else ten i.i.d. clients."""
         source = build.lookup("data.name", self.name, {**SOURCES, **READERS})
