@@ -134,7 +134,9 @@ def _apply_own(
     strangers = sorted({*names.tolist()} - known)
     if strangers:
         count = int((used == GLOBAL).sum())
-        shown = ", ".join(repr(name) for name in strangers[:5]) + (", ..." if len(strangers) > 5 else "")
+        shown = ", ".join(repr(name) if name else "none given" for name in strangers[:5]) + (
+            ", ..." if len(strangers) > 5 else ""
+        )
         logger.warning(
             "%s: the clients of %d of %d rows are not clients of this run (%s); they get the global model.",
             data.name, count, len(names), shown,

@@ -157,6 +157,30 @@ class FederatedData:
         return from_table(df, client, target, shares, split, drop, task, *scales, missing, impute, na_values, dates)
 
     @classmethod
+    def from_csv(
+        cls,
+        path: Any,
+        client: str,
+        target: str,
+        *,
+        validation: float = 0.2,
+        test: float = 0.2,
+        seed: int = 0,
+        **options: Any,
+    ) -> FederatedData:
+        """Make data from a CSV, Parquet or Arrow file with a column that names the client of each row.
+
+        Args:
+            path: the file; its suffix says what it is.
+            client, target, validation, test, seed: as in ``from_dataframe``.
+            options: the others of ``from_dataframe``, and how cells are written: ``decimal``, ``thousands``, ``header``
+                (the names of the columns of a file without a header line, or False) and ``encoding``.
+        """
+        from comfedl.data.from_tables import Shares, from_file
+
+        return from_file(path, client, target, Shares(validation, test, seed), **options)
+
+    @classmethod
     def from_datasets(cls, train: Any, validation: Any = 0.2, test: Any = 0.2, seed: int = 0) -> FederatedData:
         """Make data from map-style torch Datasets, one per client, whose samples are pairs (x, y).
 

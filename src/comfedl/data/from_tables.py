@@ -143,7 +143,8 @@ def _check_options(table: Table, options: TaskOptions, split: str | None, drop: 
         unknown = next((name for name in by_column if name and name not in table.columns), None)
         if unknown is not None:
             raise ConfigError(
-                f"{what} names the column {unknown!r}, which {table.source} has not; {nearest(unknown, table.columns)}."
+                f"{what} names the column {unknown!r}, which {table.source} does not have; "
+                f"{nearest(unknown, table.columns)}."
             )
 
 
@@ -228,7 +229,7 @@ def from_batches(splits: Mapping[str, Mapping[str, Batch]], encoding: Encoding |
     return fed
 
 
-def from_file(path: str, client: str, target: str, shares: Shares, **options: Any) -> FederatedData:
+def from_file(path: Any, client: str, target: str, shares: Shares, **options: Any) -> FederatedData:
     """FederatedData from a CSV, Parquet or Arrow file with a column of client names."""
     format = make_format(**{key: options.pop(key, None) for key in FORMAT_KEYS})
     table = read_table(user_path(path), format)
