@@ -112,7 +112,7 @@ def test_filling_in_where_nothing_is_missing_changes_nothing(table: Table, optio
 def test_what_is_learnt_does_not_depend_on_the_rows_order(table: Table, options: dict[str, Any]) -> None:
     """With the splits given: fills and categories are the same, means to rounding."""
     part = np.array([["train", "train", "validation", "test"][k % 4] for k in range(len(table))], dtype=object)
-    table = replace(table, columns={**table.columns, "part": part}, _read={})
+    table = replace(table, columns={**table.columns, "part": part})
     order = np.random.default_rng(1).permutation(len(table))
     one, other = load(table, split="part", **options), load(table.at(order), split="part", **options)
     assert (one is None) == (other is None)
@@ -128,14 +128,14 @@ def test_what_is_learnt_does_not_depend_on_the_rows_order(table: Table, options:
 def test_held_out_rows_teach_nothing(table: Table) -> None:
     """Their numbers may be anything: the encoding is that of the train rows."""
     part = np.array([["train", "train", "test"][k // 3 % 3] for k in range(len(table))], dtype=object)
-    table = replace(table, columns={**table.columns, "part": part}, _read={})
+    table = replace(table, columns={**table.columns, "part": part})
     changed = {name: values.copy() for name, values in table.columns.items()}
     for name in changed:
         kind = table.cells(name).kind
         if name.startswith("x") and kind == "number" and name not in table.format.dates:
             changed[name][part == "test"] = "123456"
     one = load(table, split="part", impute="median")
-    other = load(replace(table, columns=changed, _read={}), split="part", impute="median")
+    other = load(replace(table, columns=changed), split="part", impute="median")
     if one is not None and other is not None:
         assert one.encoding == other.encoding and torch.equal(one.train.x, other.train.x)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -37,27 +38,30 @@ def note_marks(table: Table, name: str, taken_for: str) -> Iterator[str]:
 
 def refuse_mostly_numbers(table: Table, name: str) -> None:
     """Refuse a column of numbers with a few texts, or with decimal commas: each number would become a category."""
-    missing = table.missing(name)
-    texts = np.array(table.texts(name), dtype=object)
-    is_number = np.array([table.format.number(text) is not None for text in texts.tolist()], dtype=bool)
-    others = {*texts[~missing & ~is_number].tolist()}
-    commas = {text for text in others if COMMA.fullmatch(text) or GROUPED.fullmatch(text)}
-    has_comma = np.array([text in commas for text in texts.tolist()], dtype=bool)
-    where, present = f"Column {name!r} of {table.source}", int((~missing).sum())
-    like_numbers = texts[has_comma | (is_number & ~missing)]
-    if commas and 2 * len(like_numbers) > present and _many({*like_numbers.tolist()}, len(like_numbers)):
+    counts, where = _count(table, name), f"Column {name!r} of {table.source}"
+    numbers = {text for text in counts if table.format.number(text) is not None}
+    commas = {text for text in counts.keys() - numbers if COMMA.fullmatch(text) or GROUPED.fullmatch(text)}
+    present, like_numbers = counts.total(), sum(counts[text] for text in numbers | commas)
+    if commas and 2 * like_numbers > present and _many(numbers | commas, like_numbers):
         raise DataError(f"{where} has {_comma_advice(commas, table)}")
-    odd = ~missing & ~is_number
-    numbers = texts[is_number & ~missing]
-    if 2 * int(odd.sum()) < present and _many({*numbers.tolist()}, len(numbers)):
-        first = str(texts[odd][0])
+    numeric = sum(counts[text] for text in numbers)
+    if 0 < 2 * (present - numeric) < present and _many(numbers, numeric):
+        texts, missing = np.array(table.texts(name), dtype=object), table.missing(name)
+        odd = ~missing & np.array([text not in numbers for text in texts.tolist()], dtype=bool)
+        first, rows = str(texts[odd][0]), table.rows_text(odd)
         shown = first if len(first) <= 60 else f"{first[:60]}..."
-        rows = table.rows_text(odd)
         raise DataError(
-            f"{where} has numbers in {len(numbers)} of {len(texts)} rows, but {shown!r} in {rows}; if "
+            f"{where} has numbers in {numeric} of {len(table)} rows, but {shown!r} in {rows}; if "
             f'it means a missing value, set na_values = ["{shown}"], with missing = "drop" or impute = "median"; else '
             "correct these cells, or leave the column out (drop)."
         )
+
+
+def _count(table: Table, name: str) -> Counter[str]:
+    """How often each text occurs in a column."""
+    counts = Counter(table.texts(name))
+    del counts[""]  # missing
+    return counts
 
 
 def _many(distinct: set[str], count: int) -> bool:
@@ -89,12 +93,13 @@ def _comma_advice(commas: set[str], table: Table) -> str:
 
 def refuse_dates(table: Table, name: str) -> None:
     """Refuse a column of dates: each would become a category."""
-    texts = [text for text in table.texts(name) if text]
+    counts = _count(table, name)
     for pattern, written in DATES.items():
-        like_dates = [text for text in texts if re.fullmatch(pattern, text)]
-        if 2 * len(like_dates) > len(texts) and _many({*like_dates}, len(like_dates)):
+        dates = [text for text in counts if re.fullmatch(pattern, text)]
+        rows = sum(counts[text] for text in dates)
+        if 2 * rows > counts.total() and _many({*dates}, rows):
             how = f'dates = ["{name}"]' if written == "iso" else f'dates = {{ {name} = "{written}" }}'
             raise DataError(
-                f"Column {name!r} of {table.source} has dates such as {like_dates[0]!r}; read them as numbers of days "
+                f"Column {name!r} of {table.source} has dates such as {dates[0]!r}; read them as numbers of days "
                 f"with {how}, or leave the column out (drop)."
             )

@@ -40,14 +40,15 @@ class Table:
     format: CellFormat = PLAIN
     places: Rows | None = None
     notes: tuple[str, ...] = ()
-    _read: dict[str, Cells] = field(default_factory=dict, compare=False, repr=False)
+    _read: dict[str, Cells] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _gaps: dict[str, NDArray[np.bool_]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
 
     def using(self, format: CellFormat) -> Table:
         """The same columns, read in another way."""
-        return self if format == self.format else replace(self, format=format, _read={})
+        return self if format == self.format else replace(self, format=format)
 
     def column(self, name: str) -> NDArray[Any]:
         if name not in self.columns:
@@ -95,6 +96,11 @@ class Table:
 
     def missing(self, name: str) -> NDArray[np.bool_]:
         """Which cells of a column are missing."""
+        if name not in self._gaps:
+            self._gaps[name] = self._find_missing(name)
+        return self._gaps[name]
+
+    def _find_missing(self, name: str) -> NDArray[np.bool_]:
         values = self.column(name)
         marks, numbers = self.format.marks(name), self.format.missing_numbers(name)
         if self.untyped:
@@ -192,7 +198,7 @@ class Table:
         """A table of these rows only."""
         places = (np.arange(1, len(self) + 1) if self.places is None else self.places)[rows]
         columns = {name: values[rows] for name, values in self.columns.items()}
-        return replace(self, columns=columns, places=places, _read={})
+        return replace(self, columns=columns, places=places)
 
     def any_missing(self, names: Sequence[str]) -> NDArray[np.bool_]:
         """Which rows miss a value in any of these columns; an error if all do."""
