@@ -220,6 +220,11 @@ def test_dropped_rows_are_counted_by_client(caplog: pytest.LogCaptureFixture) ->
     assert fed.encoding is not None and fed.encoding.report is not None
     assert fed.encoding.report.dropped == {"s": 2, "n": 1} and len(fed.train.y) == 5
     assert any("3 of 8 rows are left out, since they miss a value (s 2, n 1)" in text for text in caplog.messages)
+    whole = {name: [*values, *values[:1]] for name, values in data.items()}
+    whole["site"][-1], whole["age"][-1] = "tiny", None
+    caplog.clear()
+    fed = cf.FederatedData.from_dataframe(whole, "site", "y", split="part", missing="drop", impute={"ward": "median"})
+    assert fed.names == ("n", "s") and "the table: no row remains of 1 client ('tiny')." in caplog.messages
     usable, notes = fed.encoding.usable({"age": [None, 3], "ward": ["a", None], "site": ["n", "n"]})
     assert len(usable) == 1 and usable.place(0) == 2 and "1 of 2 rows are left out" in notes[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,7 +103,7 @@ def from_table(
     fates |= {target: "y", client: "the client"} | ({} if split is None else {split: "the split"})
     notes = [
         *table.notes,
-        *_note_dropped(table, dropped),
+        *_note_dropped(table, dropped, dropped.keys() - {"", *names.tolist()}),
         *note_marks(used, client, "a client's name"),
         *(note for found in fitted.values() for note in found.notes),
     ]
@@ -168,14 +168,21 @@ def _with_values(
     return table.at(~gaps), {name: count for name, count in counts.items() if count}
 
 
-def _note_dropped(table: Table, dropped: Mapping[str, int]) -> list[str]:
+def _note_dropped(table: Table, dropped: Mapping[str, int], gone: Set[str]) -> list[str]:
+    """Rows that were left out, by client; and clients of which no row remains."""
     if not dropped:
         return []
     most = sorted(dropped.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = ", ".join(f"{name or 'without a client'} {count}" for name, count in most[:MOST_CLIENTS])
     more = f" and {len(most) - MOST_CLIENTS} more clients" if len(most) > MOST_CLIENTS else ""
     count = f"{sum(dropped.values())} of {len(table)} rows"
-    return [f"{table.source}: {count} are left out, since they miss a value ({shown}{more})."]
+    notes = [f"{table.source}: {count} are left out, since they miss a value ({shown}{more})."]
+    if gone:
+        named = ", ".join(repr(name) for name in sorted(gone)[:MOST_CLIENTS]) + (
+            ", ..." if len(gone) > MOST_CLIENTS else ""
+        )
+        notes.append(f"{table.source}: no row remains of {len(gone)} client{'s' if len(gone) > 1 else ''} ({named}).")
+    return notes
 
 
 def rows_by_name(names: NDArray[Any]) -> dict[str, Rows]:
