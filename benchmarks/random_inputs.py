@@ -68,11 +68,15 @@ def a_table(draw: random.Random) -> Iterator[Sequence[str]]:
     if draw.random() < 0.3:
         yield "data", "describe", "run.toml"
     if Path("run/summary.json").exists():
+        rows = str(data["path"])
         if draw.random() < 0.5:
-            draw_table(draw, Path("rows.csv"))
-        yield "predict", "run", "rows.csv", "--out", "predicted.csv"
+            rows = str(draw_table(draw, Path("rows.csv"))[0]["path"])
+        more = draw.choice([[], [], ["--client-column", "ward"], ["--keep", "c0"]])
+        yield "predict", "run", rows, "--out", "predicted.csv", *more
         if draw.random() < 0.3:
-            yield "personalise", "run", "--data", "rows.csv", "--steps", "1"
+            yield "personalise", "run", "--data", rows, "--steps", "1"
+        if draw.random() < 0.3:
+            yield "evaluate", "run", *draw.choice([[], ["--data", rows]])
 
 
 KINDS: dict[str, Callable[[random.Random], Iterator[Sequence[str]]]] = {"configs": a_config, "tables": a_table}

@@ -20,6 +20,8 @@ KINDS: Mapping[str, Cell] = {
     "category": lambda draw: draw.choice(["low", "mid", "high"]),
     "yes": lambda draw: draw.choice(["True", "False", "yes", "no"]),
     "date": lambda draw: f"20{draw.randint(10, 26)}-{draw.randint(1, 12):02}-{draw.randint(1, 28):02}",
+    "german date": lambda draw: f"{draw.randint(1, 28):02}.{draw.randint(1, 12):02}.20{draw.randint(10, 26)}",
+    "german": lambda draw: f"{draw.gauss(5000, 3000):,.2f}".translate(str.maketrans(",.", ".,")),
     "comma": lambda draw: f"{draw.randint(0, 9)},{draw.randint(10, 99)}",
     "word": lambda draw: "".join(draw.choices("abcdefgh", k=5)),
     "unicode": lambda draw: draw.choice(["naïve", "日本", "\u202eabc", "😀", "a\u0301", "ß"]),
@@ -28,6 +30,18 @@ KINDS: Mapping[str, Cell] = {
     "long": lambda draw: "9" * draw.choice([30, 400, 5000]),
 }
 LIKELY = ("number", "count", "category")
+FORMAT: Mapping[str, Callable[[Draw], Any]] = {
+    "na_values": lambda draw: draw.choice([*[["?", "-"]] * 5, ["?", -3, 7], {"c0": ["low"]}, "?", [[]], {"zz": ["?"]}]),
+    "decimal": lambda draw: draw.choice([",", ",", ".", ";", 3]),
+    "thousands": lambda draw: draw.choice([".", ",", " ", "'", "x", ""]),
+    "dates": lambda draw: draw.choice([["c0"], {"c0": "%d.%m.%Y"}, {"c1": "%Y-%m-%d"}, {"c0": "%d"}, ["zz"], "c0"]),
+    "header": lambda draw: draw.choice([True, False, ["a", "b"], [f"n{k}" for k in range(7)], "c0", 3]),
+    "encoding": lambda draw: draw.choice(["latin-1", "cp1252", "utf-16", "zip", ""]),
+}
+"""How cells are written, as a user says it: right, wrong, or of another file."""
+IMPUTE: Callable[[Draw], Any] = lambda draw: draw.choice([  # noqa: E731
+    *["median", "most-frequent"] * 4, {"c0": "median"}, {"c0": 0, "c1": "mid"}, {"c0": True}, {"zz": 1}, "mean", 0,
+])  # fmt: skip
 ENCODINGS = (*("utf-8",) * 20, *("utf-8-sig",) * 3, "latin-1", "utf-16")
 
 
@@ -62,8 +76,39 @@ def draw_table(draw: Draw, path: Path) -> tuple[dict[str, Any], str]:
         "test": lambda: draw.choice([0.0, 0.3]),
     }
     data |= {key: value() for key, value in more.items() if draw.random() < (0.5 if key == "missing" else 0.1)}
-    path.write_bytes(_damaged(draw, _written(draw, names, rows)))
+    if draw.random() < 0.3:
+        data["impute"] = IMPUTE(draw)
+    for key, value in FORMAT.items():
+        if draw.random() < (0.3 if key == "na_values" else 0.05):
+            data[key] = value(draw)
+    if data.get("header") is False and draw.random() < 0.7:
+        data |= {"client": names.index("ward") + 1, "target": names.index("y") + 1}
+    if draw.random() < 0.1:
+        path = path.with_suffix(draw.choice([".parquet", ".feather", ".arrow"]))
+        data["path"] = path.name
+        path.write_bytes(_damaged(draw, _as_arrow(draw, names, rows, path.suffix)))
+    else:
+        path.write_bytes(_damaged(draw, _written(draw, names, rows)))
     return data, task
+
+
+def _as_arrow(draw: Draw, names: Sequence[str], rows: Sequence[Sequence[str]], suffix: str) -> bytes:
+    """The same table as Parquet or Arrow, with the types that cells have by their looks."""
+    import pyarrow as pa
+    from pyarrow import csv as arrow_csv, feather, parquet
+
+    text = io.StringIO()
+    csv.writer(text).writerows([names, *rows])
+    options = arrow_csv.ParseOptions(newlines_in_values=True)
+    try:
+        table = arrow_csv.read_csv(io.BytesIO(text.getvalue().encode()), parse_options=options)
+    except pa.ArrowInvalid:
+        table = pa.table({name: [row[k] for row in rows] for k, name in enumerate(names)})
+    if draw.random() < 0.1:
+        table = table.append_column("list", pa.array([[1, 2]] * len(table), pa.list_(pa.int64())))
+    file = io.BytesIO()
+    (parquet.write_table if suffix == ".parquet" else feather.write_feather)(table, file)
+    return file.getvalue()
 
 
 def _column(draw: Draw) -> Cell:

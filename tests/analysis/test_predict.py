@@ -24,8 +24,10 @@ from comfedl.analysis.personalize import personalize
 from comfedl.analysis.predict import predict
 from comfedl.cli.main import main
 from comfedl.config.schema import parse_config, run_config
+from comfedl.data.cell_format import CellFormat
 from comfedl.data.from_tables import Shares
-from comfedl.data.tabular import read_csv
+from comfedl.data.tabular import Encoding, read_csv
+from comfedl.utils.toml import to_toml
 
 METHOD = {"name": "comfedl", "lr": 0.2, "local_steps": 5, "outer": {"name": "kl", "gamma": 0.5}}
 TABLE = {"name": "csv", "path": "patients.csv", "client": "hospital", "target": "outcome", "drop": ["days"]}
@@ -176,10 +178,86 @@ def test_the_order_of_columns_does_not_matter_and_others_are_not_looked_at(here:
     _, run = trained()
     frame = pd.read_csv("west.csv")
     frame.assign(id=range(40))[["ward", "id", "age"]].to_csv("turned.csv", index=False)
-    assert predict(run, Path("turned.csv")) == predict(run, Path("west.csv"))
+    turned, straight = (rows_of(predict(run, Path(name))) for name in ("turned.csv", "west.csv"))
+    assert {*turned[0]} - {"id"} == {*straight[0]} - {"hospital", "days", "outcome"}
+    for one, other in zip(turned, straight, strict=True):
+        assert one["prediction"] == other["prediction"] and one["probability of ill"] == other["probability of ill"]
     frame.drop(columns="age").to_csv("lacking.csv", index=False)
     with pytest.raises(cf.DataError, match=r"lacking\.csv has no column 'age', which the model was trained on"):
         predict(run, Path("lacking.csv"))
+
+
+def test_columns_that_the_model_does_not_use_are_carried_over(here: Path) -> None:
+    _, run = trained()
+    frame = pd.read_csv("west.csv").assign(prediction="mine", id=[f"=p{k}" for k in range(40)])
+    frame.to_csv("new.csv", index=False)
+    rows = rows_of(predict(run, Path("new.csv")))
+    chances = ["probability of ill", "probability of well"]
+    assert [*rows[0]] == ["row", "hospital", "days", "outcome", "input prediction", "id", "prediction", *chances]
+    assert [row["id"] for row in rows] == [f"'=p{k}" for k in range(40)]  # no formula for a spreadsheet
+    assert [float(row["days"]) for row in rows] == frame.days.tolist()
+    assert {row["input prediction"] for row in rows} == {"mine"}
+    some = rows_of(predict(run, Path("new.csv"), keep=["id", "age"]))
+    assert [*some[0]] == ["row", "id", "age", "prediction", *chances]
+    with pytest.raises(cf.ConfigError, match=r"--keep names 'idd', but new\.csv has no such column; did you mean 'id'"):
+        predict(run, Path("new.csv"), keep=["idd"])
+
+
+def test_each_row_gets_its_own_clients_model(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, run = trained(data=TABLE | {"missing": "drop"})
+    frame = patients(60, 2, ["north", "south", "west", "nowhere"])
+    frame.loc[3, "age"] = np.nan
+    frame.to_csv("new.csv", index=False)
+    rows = rows_of(predict(run, Path("new.csv"), client_column="hospital"))
+    assert [int(row["row"]) for row in rows] == [k for k in range(1, 61) if k != 4]
+    known = {"north", "south"}
+    assert {row["model"] for row in rows} == known | {"global"}
+    for name in (*known, None):
+        own = {row["row"]: row for row in rows_of(predict(run, Path("new.csv"), client=name))}
+        for row in rows:
+            if row["hospital"] == name or (name is None and row["hospital"] not in known):
+                assert row["model"] == (name or "global")
+                assert row["probability of ill"] == own[row["row"]]["probability of ill"]
+    strangers = (~frame.hospital.isin(known) & frame.age.notna()).sum()
+    said = [text for text in caplog.messages if "not clients of this run" in text]
+    assert len(said) == 1 and f"of {strangers} of 59 rows" in said[0] and "('nowhere', 'west')" in said[0]
+    assert "new.csv: 1 of 60 rows are left out, since they miss a value (row 4)." in caplog.messages
+    with pytest.raises(cf.DataError, match="no column 'hopsital'; did you mean 'hospital'"):
+        predict(run, Path("new.csv"), client_column="hopsital")
+    with pytest.raises(cf.ConfigError, match="--client and --client-column are both given"):
+        predict(run, Path("new.csv"), client="north", client_column="hospital")
+    _, bare = trained(out="bare", save_personal=False)
+    with pytest.raises(cf.RunFolderError, match="has no personal models"):
+        predict(bare, Path("patients.csv"), client_column="hospital")
+
+
+def test_a_run_is_evaluated_and_made_longer_with_its_own_encoding(here: Path) -> None:
+    """That of version 1 has inputs that would now be left out, or shared by a client's own categories."""
+    frame = pd.read_csv("patients.csv").assign(unit=7)
+    frame.loc[frame.hospital == "east", "ward"] = "tent"
+    frame.to_csv("patients.csv", index=False)
+    new = parse_config({"rounds": 2, "data": TABLE, "algorithm": METHOD})
+    assert [*new.make_data().train.x.shape[1:]] == [4]  # age, ward=a, ward=b, ward=(other)
+    text = [{"name": "ward", "kind": "text", "mean": 0.0, "scale": 1.0, "categories": ["a", "b", "tent"]}]
+    numbers = [
+        {"name": name, "kind": "number", "mean": 7.0, "scale": 1.0, "categories": []} for name in ("age", "unit")
+    ]
+    head = {"version": 1, "columns": [numbers[0], *text, numbers[1]], "target": "outcome", "client": "hospital"}
+    described = {**head, "classes": ["ill", "well"], "mean": 0.0, "scale": 1.0, "shape": [5], "image": None}
+    old = Encoding.from_dict(described)
+    assert not old.columns[2].indicator and old.format == CellFormat()
+    run_config(new, out=Path("old"), fed=new.make_data(encoding=old))
+    assert json.loads(Path("old/data.json").read_text()) == described
+    saved = cf.load_run("old")
+    assert {row["client"] for row in evaluate(saved).rows} == {"north", "south", "east"}
+    longer = parse_config({"rounds": 4, "data": TABLE, "algorithm": METHOD})
+    Path("longer.toml").write_text(to_toml(longer.resolved()))
+    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["comfedl", "run", "longer.toml", "--out", "old", "--resume"])
+        main()
+    whole = run_config(longer, fed=longer.make_data(encoding=old))
+    for name, part in load_file("old/model.safetensors").items():
+        assert torch.equal(part, whole.params[name])
 
 
 def test_arrays_are_predicted_where_there_were_no_columns(here: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import runpy
 import shlex
@@ -24,6 +25,7 @@ Run = Callable[[str], str]
 def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Carries out a line of a shell in an empty folder; comfedl in this process, which is quicker."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "pandas", None)  # the README's install does not bring it
 
     def run(line: str) -> str:
         program, *arguments = shlex.split(line, comments=True)
@@ -67,8 +69,10 @@ def test_every_step_of_the_how_to(say: Run) -> None:
     for file in ("gamma.png", "coast-predictions.csv", "hill-predictions.csv", "coast-own.csv", "coast.safetensors"):
         assert Path(file).stat().st_size > 0
     lines = Path("coast-predictions.csv").read_text().splitlines()
-    assert lines[0] == "row,prediction,probability of benign,probability of malignant"
+    assert lines[0] == "row,patient,diagnosis,prediction,probability of benign,probability of malignant"
     assert len(lines) == len(Path("coast.csv").read_text().splitlines())
+    own = list(csv.DictReader(Path("own-predictions.csv").read_text().splitlines()))
+    assert all(row["model"] == row["hospital"] for row in own)
     scores = cf.load_run("runs/robust")
     assert scores.encoding is not None and scores.encoding.classes == ("benign", "malignant")
 

@@ -138,13 +138,12 @@ def test_new_rows_are_encoded_as_in_training(tmp_path: Path) -> None:
     expected = [(50 - kept.columns[0].mean) / kept.columns[0].scale, 1, 0, 0, 1]
     assert kept.x(table)[0, :5] == pytest.approx(expected, rel=1e-6)
     path.write_text("ward,age,smoker,days\nd,50,true,3\n")
-    with pytest.raises(cf.DataError, match=r"'ward' of new\.csv has the value 'd', which did not occur in training"):
-        kept.x(read_csv(path))
+    assert kept.x(read_csv(path))[0, 2:5].tolist() == [0, 0, 0]  # a ward that training did not see
     path.write_text("ward,smoker\na,true\n")
     with pytest.raises(cf.DataError, match="no column 'age'"):
         kept.x(read_csv(path))
     path.write_text("ward,age,smoker,days\na,old,true,3\n")
-    with pytest.raises(cf.DataError, match="has strings such as 'old'"):
+    with pytest.raises(cf.DataError, match=r"'age' of new\.csv has 'old' in row 1, but it must have numbers"):
         kept.x(read_csv(path))
 
 

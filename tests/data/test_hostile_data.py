@@ -51,8 +51,9 @@ def test_row_14_decimal_commas_are_refused(tmp_path: Path) -> None:
 
 
 def test_row_14_codes_may_still_be_categories(tmp_path: Path) -> None:
-    assert load(table(tmp_path, [*(["1", "2", "3"] * 19), "4b", "other", "1"])).train.x.shape[1] == 5
-    assert load(table(tmp_path, [f"{k}x" for k in range(60)])).train.x.shape[1] == 60
+    fed = load(table(tmp_path, [*(["1", "2", "3"] * 19), "4b", "odd", "1"]))
+    assert fed.encoding is not None and fed.encoding.columns[0].names == [*(f"dose={k}" for k in "123"), "dose=(other)"]
+    assert load(table(tmp_path, [f"{k // 10}x" for k in range(60)])).train.x.shape[1] == 6
 
 
 def test_row_15_an_image_bomb_is_refused(tmp_path: Path) -> None:

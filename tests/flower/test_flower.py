@@ -588,9 +588,17 @@ def test_an_invalid_trial_starts_nothing(tmp_path: Path) -> None:
         "data": {"name": "digits", "partition": "iid", "clients": 3},
         "algorithm": {"name": "fedavg"},
     })  # fmt: skip
-    with pytest.raises(cf.ConfigError, match=r"--sites is 4, but the config's data have 3 clients"):
+    with pytest.raises(
+        cf.ConfigError, match=r"--sites is 4, but the config's data have 3 clients.*data\.clients=4\)\.$"
+    ):
         run_local(settings, tmp_path / "run", sites=4)
     assert list(tmp_path.iterdir()) == []
+    table = tmp_path / "rows.csv"  # the clients of a table are what they are
+    table.write_text("\n".join(["site,x,y", *(f"{'abcd'[k % 4]},{k},{'uv'[k // 4 % 2]}" for k in range(40))]))
+    own = {"name": "csv", "path": str(table), "client": "site", "target": "y"}
+    with pytest.raises(cf.ConfigError, match=r"data have 4 clients and each is one site; give --sites 4\.$"):
+        run_local(parse_config({"data": own, "algorithm": {"name": "fedavg"}}), tmp_path / "run", sites=3)
+    table.unlink()
     (tmp_path / "config.toml").touch()
     with pytest.raises(cf.RunFolderError, match="already holds a run"):
         run_local(settings, tmp_path)

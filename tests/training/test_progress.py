@@ -21,6 +21,7 @@ from rich.console import Console
 import comfedl as cf
 from comfedl.analysis.terminal_watch import RunWatcher
 from comfedl.analysis.web_server import make_server
+from comfedl.cli.watch import watch
 from comfedl.core.protocol import Scores
 from comfedl.training import progress
 from comfedl.training.client_records import Evaluation
@@ -141,6 +142,22 @@ def test_watch_waits_for_a_run_and_follows_it_to_its_end(tmp_path: Path) -> None
     assert [line.split(",")[0] for line in lines[1:-1]] == [f"run: round {number}/4" for number in (1, 2, 4)]
     assert "worst" in lines[1] and "(c)" in lines[1] and "\x1b" not in said.getvalue()
     assert lines[-1] == "run: finished"
+
+
+def test_watch_says_at_once_that_there_is_no_such_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A typing error: it waited as if the run was yet to begin."""
+    monkeypatch.setattr(RunWatcher, "follow", lambda watcher: None)
+    write_run(tmp_path / "robust")
+    watch(tmp_path / "robst")
+    assert (
+        capsys.readouterr().err == f"There is no folder {tmp_path / 'robst'} yet; did you mean {tmp_path / 'robust'}?\n"
+    )
+    watch(tmp_path / "other" / "run")
+    assert capsys.readouterr().err == f"There is no folder {tmp_path / 'other' / 'run'} yet.\n"
+    watch(tmp_path / "robust")
+    assert capsys.readouterr().err == ""
 
 
 def test_watch_says_where_a_run_was_stopped(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def evaluate(run: SavedRun, split: str | None = None, data: Path | None = None) 
 
 
 def _from_config(run: SavedRun, split: str | None) -> tuple[str, dict[str, Batch]]:
-    fed = run.settings.make_data().to(float_dtype(run), torch.device("cpu"))
+    fed = run.settings.make_data(encoding=run.encoding).to(float_dtype(run), torch.device("cpu"))
     available = [name for name in ("test", "validation", "train") if fed.split(name) is not None]
     split = split or available[0]
     checks.one_of("split", split, available)

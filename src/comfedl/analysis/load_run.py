@@ -180,13 +180,18 @@ def load_run(path: str | Path, model: nn.Module | None = None, *, trust: bool = 
     else:
         raise RunFolderError(f"The run in {folder} has neither finished nor a checkpoint; continue it with --resume.")
     from_config = {"data", "model", "algorithm"} <= settings.keys()
-    encoding = None
-    if (folder / "data.json").exists():
-        described = read_object(folder / "data.json")
-        with unreadable(folder / "data.json"):
-            encoding = Encoding.from_dict(described)
+    encoding = read_encoding(folder)
     config = _parse(folder, settings, trust) if from_config else None
     return SavedRun(folder, tensors, config, encoding, model, unfinished)
+
+
+def read_encoding(folder: Path) -> Encoding | None:
+    """How a run's table became numbers; None if it has no table, or has not begun."""
+    if not (folder / "data.json").exists():
+        return None
+    described = read_object(folder / "data.json")
+    with unreadable(folder / "data.json"):
+        return Encoding.from_dict(described)
 
 
 def _parse(folder: Path, settings: Settings, trust: bool) -> Config:

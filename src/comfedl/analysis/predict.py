@@ -4,65 +4,166 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from comfedl.analysis.load_run import SavedRun, read_tensors
-from comfedl.analysis.saved_model import load_learner, model_errors, read_inputs
-from comfedl.core.learner import chunks
+from comfedl.analysis.saved_model import float_dtype, load_learner, logger, model_errors, read_inputs, read_rows
+from comfedl.core.learner import Learner, Model, Params, chunks
+from comfedl.data.from_tables import rows_by_name
+from comfedl.data.table import Table
 from comfedl.data.tabular import Encoding
 from comfedl.models.losses import REGRESSIONS
 from comfedl.utils.csv_cells import without_formulas
-from comfedl.utils.errors import ConfigError, DataError
+from comfedl.utils.errors import ConfigError, DataError, nearest
+
+Columns = Mapping[str, Sequence[str]]
+GLOBAL = "global"  # the model of a row whose client has none
 
 
-def predict(run: SavedRun, data: Path, client: str | None = None, model: Path | None = None) -> str:
+class NewSamples(NamedTuple):
+    """Samples to predict: their names, the model's inputs, and the table that they come from, if it is one."""
+
+    names: Sequence[str]
+    x: Tensor
+    table: Table | None
+
+
+def predict(
+    run: SavedRun,
+    data: Path,
+    client: str | None = None,
+    model: Path | None = None,
+    client_column: str | None = None,
+    keep: Sequence[str] | None = None,
+) -> str:
     """Predict the samples of a file or folder; return CSV with the prediction and the class probabilities.
 
-    The model is the global one, a client's personal one, or that of a file.
+    The model is the global one, a client's personal one, that of a file, or with ``client_column`` for each row the
+    personal one of the client that this column names (the global one for clients that are not the run's). Columns of a
+    table that the model does not use are written too, or those that ``keep`` names.
     """
-    if client is not None and model is not None:
-        raise ConfigError("--client and --model are both given; give one of them.")
+    given = {"--client": client, "--model": model, "--client-column": client_column}
+    chosen = [name for name, value in given.items() if value is not None]
+    if len(chosen) > 1:
+        raise ConfigError(f"{chosen[0]} and {chosen[1]} are both given; give one of them.")
     learner, to_state = load_learner(run)
-    tensors = run.tensors if client is None else run.personal(client)
-    state = to_state(tensors if model is None else read_tensors(model))
-    names, x = read_inputs(run, data)
+    samples = _read(run, data)
+    kept = _kept(run, samples, data, keep)
+    if client_column is None:
+        tensors = run.tensors if client is None else run.personal(client)
+        tensors = tensors if model is None else read_tensors(model)
+        output, models = _apply(learner, to_state(tensors), samples.x, data), {}
+    else:
+        output, used = _apply_own(run, learner, to_state, samples, data, client_column)
+        models = {"model": used}
+    if not bool(output.isfinite().all()):
+        row = int((~output.isfinite()).reshape(len(output), -1).any(dim=1).nonzero()[0])
+        raise DataError(
+            f"The model's output for {samples.names[row]!r} of {data} is NaN or infinite; check this sample's values."
+        )
+    predicted = _predictions(run, output)
+    written = {"row": samples.names, **models, **predicted}
+    carried = {f"input {name}" if name in written else name: cells for name, cells in kept.items()}
+    columns: Columns = {"row": samples.names, **carried, **models, **predicted}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(without_formulas(columns))
+    writer.writerows(without_formulas(row) for row in zip(*columns.values(), strict=True))
+    return text.getvalue()
+
+
+def _read(run: SavedRun, data: Path) -> NewSamples:
+    encoding = run.encoding
+    if encoding is None or not encoding.columns:
+        return NewSamples(*read_inputs(run, data), None)
+    table = read_rows(encoding, data)
+    x = torch.from_numpy(encoding.x(table)).to(float_dtype(run))
+    return NewSamples([str(table.place(row)) for row in range(len(table))], x, table)
+
+
+def _kept(run: SavedRun, samples: NewSamples, data: Path, keep: Sequence[str] | None) -> Columns:
+    """The columns to be carried over: by default those that the model does not use."""
+    if samples.table is None or run.encoding is None:
+        if keep is not None:
+            raise ConfigError(f"--keep names a column, but {data} is not a table; leave it out.")
+        return {}
+    table, inputs = samples.table, {column.name for column in run.encoding.columns}
+    for name in keep or ():
+        if name not in table.columns:
+            raise ConfigError(f"--keep names {name!r}, but {data} has no such column; {nearest(name, table.columns)}.")
+    names = [name for name in table.columns if name not in inputs] if keep is None else list(dict.fromkeys(keep))
+    return {name: table.written(name) for name in names}
+
+
+def _apply(learner: Learner, state: Model, x: Tensor, data: Path) -> Tensor:
     outputs = []
     with torch.no_grad(), model_errors(data):
         for part, _ in chunks((x, x)):
             output, _ = learner.output(state["params"], state["buffers"], part, train=False)
             outputs.append(output)
-    whole = torch.cat(outputs).double()
-    if not bool(whole.isfinite().all()):
-        row = int((~whole.isfinite()).reshape(len(whole), -1).any(dim=1).nonzero()[0])
-        raise DataError(
-            f"The model's output for {names[row]!r} of {data} is NaN or infinite; check this sample's values."
+    return torch.cat(outputs).double()
+
+
+def _apply_own(
+    run: SavedRun,
+    learner: Learner,
+    to_state: Callable[[Params], Model],
+    samples: NewSamples,
+    data: Path,
+    column: str,
+) -> tuple[Tensor, Sequence[str]]:
+    """Apply each row's own client's model; return the outputs, and the client whose model it was."""
+    if samples.table is None:
+        raise ConfigError(f"--client-column names a column, but {data} is not a table; give --client instead.")
+    names = np.array(samples.table.texts(column), dtype=object)
+    known, used = {*run.clients}, np.full(len(names), GLOBAL, dtype=object)
+    output: Tensor | None = None
+    for name, rows in rows_by_name(np.where([name in known for name in names], names, "")).items():
+        state = to_state(run.personal(name) if name in known else run.tensors)
+        found = _apply(learner, state, samples.x[torch.from_numpy(rows)], data)
+        if output is None:
+            output = found.new_zeros((len(names), *found.shape[1:]))
+        output[torch.from_numpy(rows)] = found
+        used[rows] = name if name in known else GLOBAL
+    strangers = sorted({*names.tolist()} - known)
+    if strangers:
+        count = int((used == GLOBAL).sum())
+        shown = ", ".join(repr(name) if name else "none given" for name in strangers[:5]) + (
+            ", ..." if len(strangers) > 5 else ""
         )
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows(map(without_formulas, _rows(run, names, whole)))
-    return text.getvalue()
+        logger.warning(
+            "%s: the clients of %d of %d rows are not clients of this run (%s); they get the global model.",
+            data.name, count, len(names), shown,
+        )  # fmt: skip
+    assert output is not None
+    return output, used.tolist()
 
 
-def _rows(run: SavedRun, names: list[str], output: Tensor) -> Iterator[list[Any]]:
+def _predictions(run: SavedRun, output: Tensor) -> Columns:
+    """The predicted values, or the labels and their probabilities."""
     loss, encoding = run.settings.loss_name, run.encoding or Encoding()
     if loss in REGRESSIONS:
         values = output.reshape(len(output), -1) * encoding.scale + encoding.mean
         several = values.shape[1] > 1
-        yield ["row", *(f"prediction {k + 1}" if several else "prediction" for k in range(values.shape[1]))]
-        for name, row in zip(names, values.tolist(), strict=True):
-            yield [name, *(f"{value:.7g}" for value in row)]
-        return
+        return {
+            f"prediction {k + 1}" if several else "prediction": [f"{value:.7g}" for value in column]
+            for k, column in enumerate(values.T.tolist())
+        }
     if loss == "bce":
         positive = torch.sigmoid(output.reshape(len(output)))
         probabilities = torch.stack([1 - positive, positive], dim=1)
     else:
         probabilities = torch.softmax(output, dim=1)
     labels = encoding.classes or tuple(str(k) for k in range(probabilities.shape[1]))
-    yield ["row", "prediction", *(f"probability of {label}" for label in labels)]
-    for name, row, best in zip(names, probabilities.tolist(), probabilities.argmax(dim=1).tolist(), strict=True):
-        yield [name, labels[best], *(f"{probability:.6f}" for probability in row)]
+    best = [labels[k] for k in probabilities.argmax(dim=1).tolist()]
+    chances = {
+        f"probability of {label}": [f"{probability:.6f}" for probability in column]
+        for label, column in zip(labels, probabilities.T.tolist(), strict=True)
+    }
+    return {"prediction": best, **chances}

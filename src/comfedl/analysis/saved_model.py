@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,15 @@ from torch import Tensor
 from comfedl.analysis.load_run import SavedRun
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.data.from_folders import IMAGES, read_arrays, read_image
-from comfedl.data.tabular import Encoding, Table, read_csv
+from comfedl.data.table import Table
+from comfedl.data.table_files import read_table
+from comfedl.data.tabular import Encoding
 from comfedl.models.losses import Loss, is_balanced
 from comfedl.training.arguments import make_learner
 from comfedl.utils import tree
 from comfedl.utils.errors import ComfedlError, ConfigError, DataError
+
+logger = logging.getLogger("comfedl")
 
 
 def load_learner(run: SavedRun) -> tuple[Learner, Callable[[Params], Model]]:
@@ -25,7 +30,10 @@ def load_learner(run: SavedRun) -> tuple[Learner, Callable[[Params], Model]]:
     loss, algorithm = config.make_loss(), config.make_algorithm()
     learner, initial, _ = make_learner(run.module, loss, algorithm, config.make_metrics(), config.task)
     if isinstance(loss, Loss):
-        labels, outputs = config.make_data().train.y if is_balanced(loss) else torch.zeros(0), run.outputs
+        labels, outputs = (
+            config.make_data(encoding=run.encoding).train.y if is_balanced(loss) else torch.zeros(0),
+            run.outputs,
+        )
         learner.loss_function = loss.resolved(labels, outputs)
     if learner.module is None:
         raise ConfigError(f"{run.path} trained a Composition, which has no outputs and no metrics.")
@@ -64,8 +72,8 @@ def read_inputs(run: SavedRun, data: Path) -> tuple[list[str], Tensor]:
     """The name of each sample of a file or folder, and the model's inputs."""
     encoding = run.encoding or Encoding()
     if encoding.columns:
-        table = read_csv(data)
-        names, x = [str(row + 1) for row in range(len(table))], torch.from_numpy(encoding.x(table))
+        table = read_rows(encoding, data)
+        names, x = [str(table.place(row)) for row in range(len(table))], torch.from_numpy(encoding.x(table))
     elif encoding.image is not None:
         mode, height, width = encoding.image
         files = [data] if data.is_file() else sorted(data.iterdir()) if data.is_dir() else []
@@ -91,11 +99,19 @@ def read_inputs(run: SavedRun, data: Path) -> tuple[list[str], Tensor]:
     return names, x.to(float_dtype(run))
 
 
+def read_rows(encoding: Encoding, data: Path, labelled: bool = False) -> Table:
+    """The rows of a file that can be encoded, read as those of training were; what was left out is said."""
+    table, notes = encoding.usable(read_table(data, encoding.format), labelled)
+    for note in notes:
+        logger.warning("%s", note)
+    return table
+
+
 def read_labelled(run: SavedRun, data: Path) -> tuple[Tensor, Tensor, Table | None]:
     """Inputs and y in the form of training, and the table if the data are one."""
     encoding, table = run.encoding or Encoding(), None
     if encoding.columns:
-        table = read_csv(data)
+        table = read_rows(encoding, data, labelled=True)
         x, y = torch.from_numpy(encoding.x(table)).to(float_dtype(run)), torch.from_numpy(encoding.y(table))
     elif encoding.image is not None:
         folders = [folder for folder in sorted(data.iterdir()) if folder.is_dir()] if data.is_dir() else []

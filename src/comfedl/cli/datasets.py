@@ -1,4 +1,4 @@
-"""comfedl data: the registered data sets."""
+"""comfedl data: the registered data sets, and what a config makes of the user's data."""
 
 from __future__ import annotations
 
@@ -33,8 +33,16 @@ def fetch(name: str, force: Annotated[bool, typer.Option("--force", help="Downlo
 def describe(
     config: Annotated[Path, typer.Argument(help="A TOML file with a [data] table.")], set: Changes = None
 ) -> None:
-    """Show the samples and labels of each client under a config."""
-    from comfedl.cli import tables
+    """Show the samples and labels of each client under a config, and what becomes of each column of a table."""
+    from comfedl.cli import data_tables, tables
     from comfedl.config.schema import read_data
 
-    print_table(tables.clients(read_data(config, set or (), progress=True)))
+    fed = read_data(config, set or (), progress=True)
+    print_table(tables.clients(fed))
+    for line in data_tables.small_clients(fed):
+        typer.echo(line)
+    report = None if fed.encoding is None else fed.encoding.report
+    if report is not None:
+        print_table(data_tables.columns(report))
+        if report.dropped:
+            print_table(data_tables.dropped_rows(report))

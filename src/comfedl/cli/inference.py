@@ -20,11 +20,20 @@ Replace = Annotated[bool, typer.Option("--force", help="Replace an existing file
 
 def predict(
     run: Run,
-    data: Annotated[Path, typer.Argument(help="A CSV file with the training columns, an .npz file, or images.")],
+    data: Annotated[
+        Path, typer.Argument(help="A CSV or Parquet file with the training columns, an .npz file, or images.")
+    ],
     client: Annotated[
         str | None, typer.Option(help="Use this client's personal model (default: the global one).")
     ] = None,
     model: Annotated[Path | None, typer.Option(help="Use a model file, such as personalise writes.")] = None,
+    client_column: Annotated[
+        str | None, typer.Option(help="Use for each row the personal model of the client that this column names.")
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="Write this column of the data too; repeatable (default: all that the model does not use)."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where to write the predictions.")] = Path("predictions.csv"),
     force: Replace = False,
     trust: Trust = False,
@@ -35,10 +44,10 @@ def predict(
     from comfedl.utils.files import write_atomic
 
     _check_writable(out, force)
-    text = make_predictions(_load(run, trust), data, client, model)
+    text = make_predictions(_load(run, trust), data, client, model, client_column, keep)
     with readable(out):
         write_atomic(out, text.encode())
-    typer.echo(f"Written to {out}: {text.count(chr(10)) - 1} predictions")
+    typer.echo(f"Written to {out}: {_count_lines(text) - 1} predictions")
 
 
 def evaluate(
@@ -106,6 +115,11 @@ def _load(folder: Path, trust: bool) -> SavedRun:
     if run.unfinished is not None:
         typer.echo(run.unfinished, err=True)
     return run
+
+
+def _count_lines(text: str) -> int:
+    """The number of lines of a CSV text, whose quoted cells may hold line breaks."""
+    return sum(part.count("\n") for part in text.split('"')[::2])
 
 
 def _check_writable(out: Path, force: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -51,6 +52,7 @@ def main() -> None:
     is_worker = torchrun.rank() > 0  # only the first process of torchrun prints
     if is_worker:
         warnings.simplefilter("ignore")
+    _print_warnings(is_worker)
     try:
         code = app(standalone_mode=False)
         if code == 130 and not is_worker:
@@ -74,6 +76,27 @@ def main() -> None:
             raise
         typer.echo(f"error: {_unexpected(error)}", err=True)
         sys.exit(1)
+
+
+class _Printer(logging.Handler):
+    """Prints what the library warns of, each sentence once, on stderr."""
+
+    def __init__(self, quiet: bool) -> None:
+        super().__init__(logging.WARNING)
+        self._quiet, self._said = quiet, set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if not self._quiet and text not in self._said:
+            self._said.add(text)
+            typer.echo(text, err=True)
+
+
+def _print_warnings(quiet: bool) -> None:
+    logger = logging.getLogger("comfedl")
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _Printer)]:
+        logger.removeHandler(handler)
+    logger.addHandler(_Printer(quiet))
 
 
 def _unexpected(error: Exception) -> str:

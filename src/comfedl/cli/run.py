@@ -36,6 +36,7 @@ def run(
     track: Track = None,
 ) -> None:
     """Train from a config and write a run folder."""
+    from comfedl.analysis.load_run import read_encoding
     from comfedl.cli.tables import show_summary
     from comfedl.config.schema import read_config, run_config
     from comfedl.training.progress import make_progress
@@ -62,8 +63,9 @@ def run(
     settings = parsed.resolved()
     callbacks = [make_tracker(kind, folder, settings, folder.name, resume) for kind in track or ()]
     callbacks.insert(0, make_progress(log, parsed.rounds, folder.name))
+    fed = parsed.make_data(progress=True, encoding=read_encoding(folder) if resume else None)
     try:
-        result = run_config(parsed, folder, force, resume, callbacks=callbacks, fed=parsed.make_data(progress=True))
+        result = run_config(parsed, folder, force, resume, callbacks=callbacks, fed=fed)
     except KeyboardInterrupt as stopped:
         if not str(stopped):  # before a round was complete, or by a second signal
             raise

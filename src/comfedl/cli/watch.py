@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,8 @@ def watch(
     """Follow a run in progress, in this terminal or with --web in a browser."""
     if run.exists() and not run.is_dir():
         raise ConfigError(f"{run} is a file; give a run folder.")
+    if not run.exists():
+        typer.echo(f"There is no folder {run} yet{_near(run)}", err=True)
     try:
         if web:
             from comfedl.analysis.web_server import serve
@@ -32,3 +35,10 @@ def watch(
             RunWatcher(run, Console()).follow()
     except KeyboardInterrupt:
         typer.echo("", err=True)
+
+
+def _near(run: Path) -> str:
+    """The folder beside it whose name is most like this one, if any is."""
+    beside = [path.name for path in run.parent.iterdir() if path.is_dir()] if run.parent.is_dir() else []
+    close = difflib.get_close_matches(run.name, beside, n=1)
+    return f"; did you mean {run.parent / close[0]}?" if close else "."

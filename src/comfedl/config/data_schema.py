@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from comfedl.config import build
 from comfedl.data.federated import FederatedData
 from comfedl.data.from_folders import from_folder
-from comfedl.data.from_tables import Shares, from_csv
+from comfedl.data.from_tables import Shares, from_file
 from comfedl.data.loading import check_classes, check_grouping, load
 from comfedl.data.partition import IID, PARTITIONS, Natural, Partition
 from comfedl.data.registry import SOURCES
@@ -47,6 +47,7 @@ class SampleSpec(NamedTuple):
 def csv(
     shares: Shares,
     task: str,
+    saved: Encoding | None,
     path: str,
     client: str,
     target: str,
@@ -55,15 +56,25 @@ def csv(
     scale: bool = True,
     scale_target: bool = False,
     missing: str = "error",
+    impute: str | Mapping[str, Any] | None = None,
+    na_values: Sequence[str | float] | Mapping[str, Any] | None = None,
+    decimal: str | None = None,
+    thousands: str | None = None,
+    dates: Sequence[str] | Mapping[str, str] | None = None,
+    header: bool | Sequence[str] | None = None,
+    encoding: str | None = None,
 ) -> FederatedData:
-    """A CSV file with a column of client names; see ``FederatedData.from_dataframe``."""
-    options = {"split": split, "drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
-    return from_csv(path, client, target, shares, task=task, **options)
+    """A CSV, Parquet or Arrow file with a column of client names; see ``FederatedData.from_dataframe``."""
+    options: dict[str, Any] = {"split": split, "drop": drop, "scale": scale, "scale_target": scale_target}
+    options |= {"missing": missing, "impute": impute, "na_values": na_values, "decimal": decimal}
+    options |= {"thousands": thousands, "dates": dates, "header": header, "encoding": encoding}
+    return from_file(path, client, target, shares, task=task, saved=saved, **options)
 
 
 def folder(
     shares: Shares,
     task: str,
+    saved: Encoding | None,
     path: str,
     target: str | None = None,
     size: int | Sequence[int] | None = None,
@@ -71,14 +82,24 @@ def folder(
     scale: bool | None = None,
     scale_target: bool | None = None,
     missing: str | None = None,
+    impute: str | Mapping[str, Any] | None = None,
+    na_values: Sequence[str | float] | Mapping[str, Any] | None = None,
+    decimal: str | None = None,
+    thousands: str | None = None,
+    dates: Sequence[str] | Mapping[str, str] | None = None,
+    header: bool | Sequence[str] | None = None,
+    encoding: str | None = None,
 ) -> FederatedData:
     """A folder with one file or folder per client; see ``FederatedData.from_folder``."""
-    given = {"drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
+    given: dict[str, Any] = {"drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
+    given |= {"impute": impute, "na_values": na_values, "decimal": decimal, "thousands": thousands}
+    given |= {"dates": dates, "header": header, "encoding": encoding}
     options = {key: value for key, value in given.items() if value is not None}
-    return from_folder(path, shares, target, size, **options, **({} if target is None else {"task": task}))
+    options |= {} if target is None else {"task": task, "saved": saved}
+    return from_folder(path, shares, target, size, **options)
 
 
-READERS: dict[str, Callable[..., FederatedData]] = {"csv": csv, "folder": folder}
+READERS: dict[str, Callable[..., FederatedData]] = {"csv": csv, "parquet": csv, "arrow": csv, "folder": folder}
 """Readers of the user's files, by their names in a config; ``"module:function"`` names the user's code."""
 
 
@@ -143,7 +164,7 @@ class DataTable(NamedTable):
     def _loader(self) -> tuple[Callable[..., Any], int]:
         """The function that loads the user's data, and how many arguments it takes before the options."""
         if self.name in READERS:
-            return READERS[self.name], 2
+            return READERS[self.name], 3
         found = build.import_object("data.name", self.name)
         if not callable(found):
             raise ConfigError(f"data.name is {self.name!r}, which is not a function (seed) -> FederatedData.")
@@ -153,6 +174,11 @@ class DataTable(NamedTable):
         """The loader's options; a function of the user also gets validation and test if they are set."""
         shares = () if self.name in READERS else ("validation", "test")
         return {**self.arguments, **{key: getattr(self, key) for key in shares if key in self.model_fields_set}}
+
+    @property
+    def number_of_clients_is_free(self) -> bool:
+        """Whether the partition draws as many clients as its key ``clients`` says."""
+        return not self._is_user_data and "clients" in describe(self.make_partition())
 
     def make_partition(self) -> Partition:
         """The partition; the default is the data set's natural groups, or else ten i.i.d. clients."""
@@ -171,10 +197,12 @@ class DataTable(NamedTable):
             check_grouping(self.name, source.groupings, partition.by)
         return partition
 
-    def make_data(self, seed: int, progress: bool = False, loss: str = "cross_entropy") -> FederatedData:
+    def make_data(
+        self, seed: int, progress: bool = False, loss: str = "cross_entropy", encoding: Encoding | None = None
+    ) -> FederatedData:
         """Load the clients' data; ``seed`` is used unless the table has one.
 
-        The loss decides whether y is read as class labels or as numbers.
+        The loss decides whether y is read as class labels or as numbers; ``encoding`` is that of an earlier run.
         """
         seed = seed if self.seed is None else self.seed
         if not self._is_user_data:
@@ -183,7 +211,8 @@ class DataTable(NamedTable):
         function, _ = self._loader()
         if self.name in READERS:
             task = "regression" if loss in REGRESSIONS else "classification"
-            return READERS[self.name](Shares(self.validation, self.test, seed), task, **self.arguments)
+            saved = encoding if encoding is not None and encoding.columns else None
+            return READERS[self.name](Shares(self.validation, self.test, seed), task, saved, **self.arguments)
         fed = build.call_user_code("data.name", self.name, function, seed, **self._options())
         if not isinstance(fed, FederatedData):
             raise ConfigError(f"data.name is {self.name!r}, which returned {type(fed).__name__}, not a FederatedData.")
@@ -259,7 +288,9 @@ class SitesTable(DataTable):
     def outputs(self, fed: FederatedData, loss: str) -> int:
         return self.outputs_without_data(loss)
 
-    def make_data(self, seed: int, progress: bool = False, loss: str = "cross_entropy") -> FederatedData:
+    def make_data(
+        self, seed: int, progress: bool = False, loss: str = "cross_entropy", encoding: Encoding | None = None
+    ) -> FederatedData:
         raise ConfigError(
             'data.name is "sites": the data stay at the sites; start the run with flwr run (docs/flower.md).'
         )

@@ -15,6 +15,7 @@ from comfedl.algorithms.base import Algorithm
 from comfedl.config import build
 from comfedl.config.data_schema import SITES, DataTable, NamedTable, SitesTable
 from comfedl.data.federated import FederatedData
+from comfedl.data.tabular import Encoding
 from comfedl.engines import AT_SITES, default_options as engine_options
 from comfedl.engines.faults import FAULTS, Fault
 from comfedl.engines.kernels import VECTORIZE
@@ -133,9 +134,9 @@ class Config(BaseModel):
         algorithm: Algorithm = build.from_table(found, self.algorithm.arguments, "algorithm")
         return algorithm
 
-    def make_data(self, progress: bool = False) -> FederatedData:
-        """The clients' data."""
-        return self.data.make_data(self.seed, progress, self.loss_name)
+    def make_data(self, progress: bool = False, encoding: Encoding | None = None) -> FederatedData:
+        """The clients' data; a table's rows are encoded as ``encoding`` says, if a run has one already."""
+        return self.data.make_data(self.seed, progress, self.loss_name, encoding)
 
     def make_model(self, fed: FederatedData) -> nn.Module:
         """The model, with initial parameters that depend only on the seed."""

@@ -122,12 +122,16 @@ class FederatedData:
         scale: bool = True,
         scale_target: bool = False,
         missing: str = "error",
+        impute: str | Mapping[str, Any] | None = None,
+        na_values: Sequence[str | float] | Mapping[str, Any] | None = None,
+        dates: Sequence[str] | Mapping[str, str] | None = None,
     ) -> FederatedData:
         """Make data from a table with a column that names the client of each row, such as ``client="hospital"``.
 
         Args:
             df: a pandas or polars data frame, or a dict of columns. Numbers and booleans are used as they are; strings
-                are one-hot encoded, and new rows are encoded in the same way.
+                are one-hot encoded, and new rows are encoded in the same way. A value that one client alone has goes
+                to an input for others, and a column that does not differ among the train rows is left out.
             client: the column with the clients' names.
             target: the column to predict.
             validation, test: the share of each client's rows to hold out, drawn with ``seed`` and stratified by label.
@@ -140,11 +144,41 @@ class FederatedData:
                 This takes only the count, the sum and the sum of squares from each client.
             scale_target: the same for y in a regression; errors are then in units of its standard deviation.
             missing: "error" rejects missing values, "drop" drops their rows.
+            impute: fills missing values in instead: "median" (for strings and booleans the most frequent value),
+                "most-frequent", or by column one of these or a constant. They are learnt from the train rows of all
+                clients, and an input says where a value was missing.
+            na_values: further values that mean a missing one, or such lists by column.
+            dates: columns to be read as dates, or their strptime formats by column: as days since 1970-01-01.
         """
         from comfedl.data.from_tables import Shares, from_table
 
         shares = Shares(validation, test, seed)
-        return from_table(df, client, target, shares, split, drop, task, scale, scale_target, missing)
+        scales = (scale, scale_target)
+        return from_table(df, client, target, shares, split, drop, task, *scales, missing, impute, na_values, dates)
+
+    @classmethod
+    def from_csv(
+        cls,
+        path: Any,
+        client: str,
+        target: str,
+        *,
+        validation: float = 0.2,
+        test: float = 0.2,
+        seed: int = 0,
+        **options: Any,
+    ) -> FederatedData:
+        """Make data from a CSV, Parquet or Arrow file with a column that names the client of each row.
+
+        Args:
+            path: the file; its suffix says what it is.
+            client, target, validation, test, seed: as in ``from_dataframe``.
+            options: the others of ``from_dataframe``, and how cells are written: ``decimal``, ``thousands``, ``header``
+                (the names of the columns of a file without a header line, or False) and ``encoding``.
+        """
+        from comfedl.data.from_tables import Shares, from_file
+
+        return from_file(path, client, target, Shares(validation, test, seed), **options)
 
     @classmethod
     def from_datasets(cls, train: Any, validation: Any = 0.2, test: Any = 0.2, seed: int = 0) -> FederatedData:
@@ -165,7 +199,8 @@ class FederatedData:
     ) -> FederatedData:
         """Make data from a folder with one file or subfolder per client, named after the client.
 
-        Files are CSV (``target`` is the column to predict; the other options are those of ``from_dataframe``), or .npz
+        Files are CSV, Parquet or Arrow (``target`` is the column to predict; the other options are those of
+        ``from_dataframe`` and, for the cells of CSV, ``decimal``, ``thousands``, ``header`` and ``encoding``), or .npz
         or .safetensors with arrays x and y. For images (PNG or JPEG, read with Pillow; ``size`` resizes them), each
         client's folder has one subfolder per class. A client's folder may hold files named train, validation and test
         instead of the shares.

@@ -18,9 +18,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from comfedl.data.cell_format import make_format
 from comfedl.data.federated import Batch, FederatedData
-from comfedl.data.from_tables import SPLITS, Shares, from_batches, from_table, rows_by_name, split_clients, user_path
-from comfedl.data.tabular import Encoding, Table, read_csv
+from comfedl.data.from_tables import (
+    FORMAT_KEYS,
+    SPLITS,
+    Shares,
+    from_batches,
+    from_table,
+    rows_by_name,
+    split_clients,
+    user_path,
+)
+from comfedl.data.table_files import TABLES, read_table
+from comfedl.data.tabular import Encoding
 from comfedl.utils.errors import ConfigError, DataError
 
 CLIENT, SPLIT = " client", " split"  # added columns; the space avoids a clash with those of the files
@@ -52,18 +63,19 @@ def from_folder(
         return _from_images(folder, entries, classes, size, shares)
     files = [found for entry in entries for found in _files(entry)]
     kinds = {file.suffix.lower() for _, _, file in files}
-    if kinds == {".csv"}:
-        _reject_options("CSV files", {"size": size})
+    if len(kinds) == 1 and kinds <= {*TABLES}:
+        _reject_options("tables", {"size": size})
         if target is None:
             raise ConfigError('target is missing; name the column to predict, such as target = "outcome".')
-        return _from_csv(folder, files, target, shares, options)
+        return _from_tables(folder, files, target, shares, options)
     if kinds and kinds <= {*ARRAYS}:
         _reject_options("arrays", {"target": target, "size": size, **options})
         return _from_arrays(files, shares)
     given = f"{', '.join(sorted(kinds))} files" if kinds else "no files"
     raise DataError(
-        f"{folder} has {given}, but it must have per client a CSV file, an .npz or .safetensors file with x and y, "
-        "or a folder with such files or with one folder of images (PNG, JPEG) per class; use one kind for all clients."
+        f"{folder} has {given}, but it must have per client a table (CSV, Parquet or Arrow), an .npz or "
+        ".safetensors file with x and y, or a folder with such files or with one folder of images (PNG, JPEG) per "
+        "class; use one kind for all clients."
     )
 
 
@@ -93,8 +105,11 @@ def _have_splits(files: ClientFiles) -> bool:
     return True in have_splits
 
 
-def _from_csv(folder: Path, files: ClientFiles, target: str, shares: Shares, options: dict[str, Any]) -> FederatedData:
-    tables = [read_csv(file) for _, _, file in files]
+def _from_tables(
+    folder: Path, files: ClientFiles, target: str, shares: Shares, options: dict[str, Any]
+) -> FederatedData:
+    format = make_format(**{key: options.pop(key, None) for key in FORMAT_KEYS})
+    tables = [read_table(file, format) for _, _, file in files]
     names = list(tables[0].columns)
     for table, (client, _, file) in zip(tables, files, strict=True):
         if {*table.columns} != {*names}:
@@ -104,12 +119,18 @@ def _from_csv(folder: Path, files: ClientFiles, target: str, shares: Shares, opt
                 "files the same columns."
             )
     sizes = [len(table) for table in tables]
-    columns = {name: np.concatenate([table.columns[name] for table in tables]) for name in names}
+    columns = {}
+    for name in names:
+        kinds = {"n" if (kind := table.columns[name].dtype.kind) in "biuf" else kind for table in tables}
+        if len(kinds) > 1 and "M" in kinds:
+            raise DataError(f"Column {name!r} has dates in some files of {folder} only; give all the same type.")
+        columns[name] = np.concatenate([table.columns[name] for table in tables])
     columns[CLIENT] = np.repeat(np.array([client for client, _, _ in files], dtype=object), sizes)
     split = SPLIT if _have_splits(files) else None
     if split is not None:
         columns[split] = np.repeat(np.array([part for _, part, _ in files], dtype=object), sizes)
-    table = Table(columns, str(folder), untyped=True)
+    notes = tuple(note for table in tables for note in table.notes)
+    table = replace(tables[0], columns=columns, source=str(folder), notes=notes)
     fed = from_table(table, CLIENT, target, shares, split=split, **options)
     assert fed.encoding is not None
     fed.encoding = replace(fed.encoding, client=None)

@@ -13,7 +13,8 @@ from torch import Tensor
 from comfedl.data.client_names import NumberedNames
 from comfedl.data.federated import FederatedData
 from comfedl.data.from_tables import SPLITS, Shares, by_split, from_batches, from_table, rows_by_name, split_clients
-from comfedl.data.tabular import Encoding, Table, sort_labels
+from comfedl.data.table import Table
+from comfedl.data.tabular import Encoding, sort_labels
 from comfedl.utils.errors import ConfigError, DataError
 
 CLIENT, SPLIT = " client", " split"  # added columns; the space avoids a clash with those of the data

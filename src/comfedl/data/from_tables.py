@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,15 +14,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
+from comfedl.data.cell_format import make_format
 from comfedl.data.client_names import NumberedNames
 from comfedl.data.federated import Batch, FederatedData
+from comfedl.data.fit_table import TableRows, TaskOptions, check_impute, describe_column, fit_encoding
 from comfedl.data.partition import stratified
-from comfedl.data.tabular import Encoding, Rows, Table, as_table, fit_encoding, read_csv
-from comfedl.utils import checks, rng
-from comfedl.utils.errors import ConfigError, DataError
+from comfedl.data.suspect_cells import note_marks
+from comfedl.data.table import Rows, Table, as_table
+from comfedl.data.table_files import read_table
+from comfedl.data.table_report import TableReport
+from comfedl.data.tabular import Encoding
+from comfedl.utils import checks, rng, torchrun
+from comfedl.utils.errors import ConfigError, DataError, nearest
+
+logger = logging.getLogger("comfedl")
 
 SPLITS = ("train", "validation", "test")
 TASKS = ("classification", "regression")
+FORMAT_KEYS = ("na_values", "decimal", "thousands", "dates", "header", "encoding")
+MOST_CLIENTS = 10  # so many are named in a note
 
 
 class Shares(NamedTuple):
@@ -62,19 +74,63 @@ def from_table(
     scale: bool = True,
     scale_target: bool = False,
     missing: str = "error",
+    impute: Any = None,
+    na_values: Any = None,
+    dates: Any = None,
+    saved: Encoding | None = None,
 ) -> FederatedData:
-    """See ``FederatedData.from_dataframe``."""
+    """See ``FederatedData.from_dataframe``; ``saved`` is the encoding of an earlier run, to be used once more.
+
+    A table that was read from a file has its own ``na_values`` and dates.
+    """
     shares.check()
     table = as_table(frame)
-    if task is not None:
-        checks.one_of("task", task, TASKS)
-    checks.one_of("missing", missing, ("error", "drop"))
-    for what, value in (("scale", scale), ("scale_target", scale_target)):
+    if na_values is not None or dates is not None:
+        table = table.using(make_format(na_values, dates=dates))
+    options = TaskOptions(target, client, task, scale, scale_target, missing)
+    _check_options(table, options, split, drop)
+    leave_out = {target, client, *drop, *([] if split is None else [split])}
+    inputs = [name for name in table.columns if name not in leave_out]
+    rules = check_impute(impute, table, inputs)
+    used, dropped = _with_values(table, options, split, [name for name in inputs if name not in rules])
+    names = np.array(used.strings(client), dtype=object)
+    splits = _split_of_rows(used, names, target, shares, split, task)
+    if saved is not None:
+        return from_batches(by_split(*_encoded(saved, used), names, splits), saved)
+    encoding, fitted = fit_encoding(TableRows(used, names, splits == "train"), inputs, options, rules)
+    fates = {name: found.fate for name, found in fitted.items()}
+    fates |= dict.fromkeys(drop, "left out: dropped by the config")
+    fates |= {target: "y", client: "the client"} | ({} if split is None else {split: "the split"})
+    notes = [
+        *table.notes,
+        *_note_dropped(table, dropped, dropped.keys() - {"", *names.tolist()}),
+        *note_marks(used, client, "a client's name"),
+        *(note for found in fitted.values() for note in found.notes),
+    ]
+    columns = tuple(describe_column(table, name, fates[name]) for name in table.columns)
+    report = TableReport(table.source, len(table), columns, dropped, tuple(notes))
+    x, y = _encoded(encoding, used)
+    if torchrun.rank() == 0:
+        for note in notes:
+            logger.warning("%s", note)
+    return from_batches(by_split(x, y, names, splits), replace(encoding, report=report))
+
+
+def _encoded(encoding: Encoding, table: Table) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(encoding.x(table)), torch.from_numpy(encoding.y(table))
+
+
+def _check_options(table: Table, options: TaskOptions, split: str | None, drop: Sequence[str]) -> None:
+    """Check the values of ``from_table``'s arguments, and that its columns exist and have one role each."""
+    if options.task is not None:
+        checks.one_of("task", options.task, TASKS)
+    checks.one_of("missing", options.missing, ("error", "drop"))
+    for what, value in (("scale", options.scale), ("scale_target", options.scale_target)):
         if not isinstance(value, bool):
             raise ConfigError(f"{what} is {value!r}, but it must be true or false.")
     if not isinstance(drop, Iterable) or isinstance(drop, str) or not all(isinstance(name, str) for name in drop):
         raise ConfigError(f"drop is {drop!r}, but it must be a list of column names.")
-    roles = [("client", client), ("target", target), *(("drop", name) for name in drop)]
+    roles = [("client", options.client), ("target", options.target), *(("drop", name) for name in drop)]
     roles += [] if split is None else [("split", split)]
     for i, (role, name) in enumerate(roles):
         if not isinstance(name, str):
@@ -83,14 +139,50 @@ def from_table(
         for other, same in roles[:i]:
             if same == name:
                 raise ConfigError(f"Column {name!r} is both {other} and {role}; use different columns.")
-    if missing == "drop":
-        table = table.drop_missing([name for name in table.columns if name not in drop])
-    names = np.array(table.strings(client), dtype=object)
-    splits = _split_of_rows(table, names, target, shares, split, task)
-    leave_out = [*drop, *([] if split is None else [split])]
-    encoding = fit_encoding(table, splits == "train", target, client, leave_out, task, scale, scale_target)
-    x, y = torch.from_numpy(encoding.x(table)), torch.from_numpy(encoding.y(table))
-    return from_batches(by_split(x, y, names, splits), encoding)
+    for what, by_column in (("dates", table.format.dates), ("na_values", table.format.na_values)):
+        unknown = next((name for name in by_column if name and name not in table.columns), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"{what} names the column {unknown!r}, which {table.source} does not have; "
+                f"{nearest(unknown, table.columns)}."
+            )
+
+
+def _with_values(
+    table: Table, options: TaskOptions, split: str | None, inputs: Sequence[str]
+) -> tuple[Table, dict[str, int]]:
+    """The rows in which these inputs, y, the client and the split have a value; and how many others each client has."""
+    assert options.client is not None
+    needed = [options.client, options.target, *([] if split is None else [split])]
+    if options.missing == "error":
+        for name in needed:
+            if (missing := table.missing(name)).any():
+                advice = 'drop these rows with missing = "drop": clients, splits and y are never filled in'
+                raise table.missing_error(name, missing, advice)
+        return table, {}
+    gaps = table.any_missing([*needed, *inputs])
+    if not gaps.any():
+        return table, {}
+    clients = np.array(table.texts(options.client), dtype=object)
+    counts = {name: int(gaps[rows].sum()) for name, rows in rows_by_name(clients).items()}
+    return table.at(~gaps), {name: count for name, count in counts.items() if count}
+
+
+def _note_dropped(table: Table, dropped: Mapping[str, int], gone: Set[str]) -> list[str]:
+    """Rows that were left out, by client; and clients of which no row remains."""
+    if not dropped:
+        return []
+    most = sorted(dropped.items(), key=lambda pair: (-pair[1], pair[0]))
+    shown = ", ".join(f"{name or 'without a client'} {count}" for name, count in most[:MOST_CLIENTS])
+    more = f" and {len(most) - MOST_CLIENTS} more clients" if len(most) > MOST_CLIENTS else ""
+    count = f"{sum(dropped.values())} of {len(table)} rows"
+    notes = [f"{table.source}: {count} are left out, since they miss a value ({shown}{more})."]
+    if gone:
+        named = ", ".join(repr(name) for name in sorted(gone)[:MOST_CLIENTS]) + (
+            ", ..." if len(gone) > MOST_CLIENTS else ""
+        )
+        notes.append(f"{table.source}: no row remains of {len(gone)} client{'s' if len(gone) > 1 else ''} ({named}).")
+    return notes
 
 
 def rows_by_name(names: NDArray[Any]) -> dict[str, Rows]:
@@ -144,9 +236,19 @@ def from_batches(splits: Mapping[str, Mapping[str, Batch]], encoding: Encoding |
     return fed
 
 
-def from_csv(path: str, client: str, target: str, shares: Shares, **options: Any) -> FederatedData:
-    """FederatedData from a CSV file with a column of client names."""
-    return from_table(read_csv(user_path(path)), client, target, shares, **options)
+def from_file(path: Any, client: str, target: str, shares: Shares, **options: Any) -> FederatedData:
+    """FederatedData from a CSV, Parquet or Arrow file with a column of client names."""
+    format = make_format(**{key: options.pop(key, None) for key in FORMAT_KEYS})
+    table = read_table(user_path(path), format)
+    if format.header is False:  # columns may be given by their number
+        client, target, split = (_numbered(name) for name in (client, target, options.pop("split", None)))
+        drop = options.pop("drop", ())
+        options |= {"split": split, "drop": [*map(_numbered, drop)] if isinstance(drop, list | tuple) else drop}
+    return from_table(table, client, target, shares, **options)
+
+
+def _numbered(name: Any) -> Any:
+    return str(name) if isinstance(name, int) and not isinstance(name, bool) else name
 
 
 def user_path(path: Any) -> Path:

@@ -42,9 +42,10 @@ class LocalTrial(Network):
     def __init__(self, config: Config, sites: int | None, folder: Path, out: Path, client: str = CLIENT) -> None:
         fed = config.make_data(progress=True)
         if sites is not None and sites != len(fed):
+            change = f", or change the number of clients (--set data.clients={sites})"
             raise ConfigError(
                 f"--sites is {sites}, but the config's data have {len(fed)} clients and each is one site; give --sites "
-                f"{len(fed)}, or change the number of clients (--set data.clients={sites})."
+                f"{len(fed)}{change if config.data.number_of_clients_is_free else ''}."
             )
         self.names, self.out = fed.names, out.resolve()
         self.sites = [f"site-{k}" for k in range(len(fed))]

@@ -1,0 +1,272 @@
+"""Fit the encoding of a table to its train rows, and report what became of each column."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from comfedl.data.cell_format import EPOCH, CellFormat
+from comfedl.data.suspect_cells import note_marks, refuse_dates, refuse_mostly_numbers
+from comfedl.data.table import FLAG, NUMBER, TEXT, Table, to_string
+from comfedl.data.table_report import ColumnReport
+from comfedl.data.tabular import GAP, OTHER, ZEROS, Column, Encoding, sort_labels
+from comfedl.utils.errors import ConfigError, DataError, nearest
+
+MAX_CATEGORIES = 1000
+MEDIAN, MOST_FREQUENT = "median", "most-frequent"
+RULES = (MEDIAN, MOST_FREQUENT)
+Rule = float | str
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """A table whose rows belong to clients, and which of them are for training."""
+
+    table: Table
+    clients: NDArray[Any]
+    train: Flags
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What is to be learnt from a table, and how its numbers are scaled."""
+
+    target: str
+    client: str | None
+    task: str | None = None
+    scale: bool = True
+    scale_target: bool = False
+    missing: str = "error"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How a column is encoded, None if it is left out; why, in words; and what a user should know."""
+
+    column: Column | None
+    fate: str
+    notes: tuple[str, ...] = ()
+
+
+def check_impute(impute: Any, table: Table, inputs: Sequence[str]) -> dict[str, Rule]:
+    """By column, what its missing values are filled in with: the name of a rule, or a constant."""
+    if impute is None:
+        return {}
+    if impute in RULES if isinstance(impute, str) else False:
+        return dict.fromkeys(inputs, impute)
+    if not isinstance(impute, Mapping):
+        raise ConfigError(
+            f'impute is {impute!r}, but it must be "median" or "most-frequent", or a table by column such as '
+            '{ age = "median", ward = "unknown", dose = 0 }.'
+        )
+    for name, rule in impute.items():
+        if name not in inputs:
+            what = "is no input column" if name in table.columns else f"is no column of {table.source}"
+            raise ConfigError(f"impute.{name} {what}; {nearest(str(name), inputs)}.")
+        if not isinstance(rule, str | bool | int | float):
+            raise ConfigError(f'impute.{name} is {rule!r}, but it must be "median", "most-frequent" or a constant.')
+    return dict(impute)
+
+
+def fit_encoding(
+    rows: TableRows, inputs: Sequence[str], options: TaskOptions, rules: Mapping[str, Rule]
+) -> tuple[Encoding, dict[str, Fitted]]:
+    """Fit the encoding of a table; also return what became of each input column."""
+    table, target = rows.table, options.target
+    if not inputs:
+        raise DataError(f"{table.source} has no input column besides {target!r}; drop fewer columns.")
+    if not rows.train.any():
+        raise DataError(f"{table.source} has no row for training; mark some with train, or hold out fewer.")
+    fitted = {name: _fit_column(rows, name, options.scale, rules.get(name)) for name in inputs}
+    columns = tuple(found.column for found in fitted.values() if found.column is not None)
+    if not columns:
+        reasons = "; ".join(f"{name}: {found.fate}" for name, found in list(fitted.items())[:5])
+        raise DataError(f"{table.source} has no input column that differs among the train rows ({reasons}).")
+    classes, mean, std = _fit_target(rows, options)
+    shape = (sum(len(column.names) for column in columns),)
+    # In a table without gaps only new rows have any: a run that drops them says so then.
+    encoding = Encoding(columns, target, options.client, classes, mean, std, shape)
+    return replace(encoding, format=_kept_format(table.format), missing=options.missing), fitted
+
+
+def _kept_format(format: CellFormat) -> CellFormat:
+    """The format without what only says that this file is as usual."""
+    return replace(format, header=None) if format.header is True else format
+
+
+def _fit_target(rows: TableRows, options: TaskOptions) -> tuple[tuple[str, ...], float, float]:
+    """The labels of a classification; the mean and scale of the numbers of a regression."""
+    table, target, task = rows.table, options.target, options.task
+    where = f"Column {target!r} of {table.source}"
+    kind, values, missing = table.cells(target)
+    if missing.any():
+        raise table.missing_error(target, missing, 'drop these rows with missing = "drop": y is never filled in')
+    few_integers = kind == NUMBER and bool((values == np.round(values)).all()) and len(np.unique(values)) <= 20
+    if task == "classification" and kind == NUMBER and bool((values != np.round(values)).any()):
+        raise DataError(
+            f"{where} has numbers such as {values[values != np.round(values)][0]:g}, not "
+            'labels; predict them with loss = "mse", "mae" or "huber" (task="regression").'
+        )
+    if task == "classification" or (task is None and (kind != NUMBER or few_integers)):
+        classes = sort_labels(table.strings(target))
+        if len(classes) < 2:
+            raise DataError(f"{where} has only one label ({classes[0]!r}); give two or more.")
+        if len(classes) > MAX_CATEGORIES:
+            raise DataError(
+                f'{where} has {len(classes)} distinct labels; for numbers use the loss "mse" (task="regression").'
+            )
+        return classes, 0.0, 1.0
+    if kind == TEXT:
+        raise DataError(f"{where} has strings such as {values[0]!r}, but a regression needs numbers.")
+    if not options.scale_target:
+        return (), 0.0, 1.0
+    return (), *_mean_and_std(where, values.astype(np.float64)[rows.train])
+
+
+def _fit_column(rows: TableRows, name: str, scale: bool, rule: Rule | None) -> Fitted:
+    kind, _, missing = rows.table.cells(name)
+    if missing.any() and rule is None:
+        raise rows.table.missing_error(name, missing)
+    return _fit_text(rows, name, rule) if kind == TEXT else _fit_numbers(rows, name, kind, scale, rule)
+
+
+def _fit_numbers(rows: TableRows, name: str, kind: str, scale: bool, rule: Rule | None) -> Fitted:
+    table, where = rows.table, f"Column {name!r} of {rows.table.source}"
+    _, raw, missing = table.cells(name)
+    values = raw.astype(np.float64)
+    if not np.isfinite(values).all():
+        raise DataError(f"{where} has infinite values; replace them, or name them as missing with na_values.")
+    present = values[rows.train & ~missing]
+    fill = None if rule is None else _fill_number(table, name, kind, rule, present)
+    gaps = missing[rows.train]
+    has_gaps = bool(gaps.any() and not gaps.all())
+    filled = values if fill is None else np.where(missing, fill, values)
+    seen = filled[rows.train]
+    with_fill = f", {int(missing.sum())} filled in with {fill:.6g}" if fill is not None and missing.any() else ""
+    if (fill is None and missing.any()) or seen.min() == seen.max():
+        return _constant(name, f"{seen[0]:.6g}" if len(present) else "nothing", has_gaps)
+    mean, std = _mean_and_std(where, seen) if scale and kind == NUMBER else (0.0, 1.0)
+    column = Column(name, kind, mean, std, fill=fill, indicator=has_gaps)
+    scaled = f"scaled by mean {mean:.6g} and std {std:.6g}" if scale and kind == NUMBER else "as it is"
+    return Fitted(column, f"{scaled}{with_fill}{', and an input that says where' if has_gaps else ''}")
+
+
+def _fill_number(table: Table, name: str, kind: str, rule: Rule, present: NDArray[np.float64]) -> float | None:
+    """What stands in for missing numbers; None if there is no number to learn it from."""
+    if isinstance(rule, str) and rule in RULES:
+        if not len(present):
+            return None
+        if kind == NUMBER and rule == MEDIAN:
+            return float(np.median(present))
+        numbers, counts = np.unique(present, return_counts=True)
+        return float(numbers[counts.argmax()])
+    given: float | None = rule if not isinstance(rule, str) else None
+    if isinstance(rule, str):
+        given = table.format.days(name, rule) if name in table.format.dates else table.format.number(rule)
+    if given is None or not np.isfinite(given):
+        raise ConfigError(
+            f"impute.{name} is {rule!r}, but the column has {'dates' if name in table.format.dates else 'numbers'}; "
+            'give "median", "most-frequent" or one of these.'
+        )
+    return float(given)
+
+
+def _fit_text(rows: TableRows, name: str, rule: Rule | None) -> Fitted:
+    table, train = rows.table, rows.train
+    missing = table.missing(name)
+    refuse_mostly_numbers(table, name)
+    refuse_dates(table, name)
+    texts = np.array(table.texts(name), dtype=object)
+    fill = None if rule is None else _fill_text(rule, texts[train & ~missing].tolist())
+    gaps = missing[train]
+    has_gaps = bool(gaps.any() and not gaps.all())
+    if fill is None and missing.any():  # no value in train
+        return _constant(name, "nothing", False)
+    texts = texts if fill is None else np.where(missing, fill, texts)
+    owners: dict[str, set[str]] = {}
+    for text, client in zip(texts.tolist(), rows.clients.tolist(), strict=True):
+        owners.setdefault(text, set()).add(client)
+    several, seen = len({*rows.clients.tolist()}) > 1, {*texts[train].tolist()}
+    own = {text for text in seen if several and len(owners[text]) == 1}
+    categories = sort_labels([*(seen - own)])
+    if len(categories) > MAX_CATEGORIES:
+        raise DataError(
+            f"Column {name!r} of {table.source} has {len(categories)} distinct strings; leave it out (drop), or "
+            f"group them into {MAX_CATEGORIES} or fewer."
+        )
+    if len(categories) + bool(own) < 2:
+        if own:
+            why = "each of its values occurs at one client only"
+            return Fitted(None, f"left out: {why}", (f"Column {name!r} is left out: {why}.",))
+        return _constant(name, repr(categories[0]), has_gaps)
+    column = Column(name, TEXT, categories=categories, unseen=OTHER if own else ZEROS, fill=fill, indicator=has_gaps)
+    fate = f"one input for each of {len(categories)} values"
+    notes = list(note_marks(table, name, f"a value of the column {name!r}"))
+    if own:
+        shown = ", ".join(repr(text) for text in sorted(own)[:3]) + (", ..." if len(own) > 3 else "")
+        fate += f", one for {len(own)} more that one client alone has ({shown})"
+        notes.append(
+            f"Column {name!r}: {len(own)} value{'s' if len(own) > 1 else ''} that one client alone has ({shown}) "
+            f"{'share' if len(own) > 1 else 'goes to'} the input {column.names[len(categories)]!r}."
+        )
+    if missing.any():
+        fate += f", {int(missing.sum())} filled in with {fill!r}{', and an input that says where' if has_gaps else ''}"
+    return Fitted(column, fate, tuple(notes))
+
+
+def _fill_text(rule: Rule, present: Sequence[str]) -> str | None:
+    if not isinstance(rule, str) or rule not in RULES:
+        return to_string(rule)
+    counts = Counter(present)
+    return min(counts, key=lambda text: (-counts[text], text), default=None)
+
+
+def _constant(name: str, value: str, has_gaps: bool) -> Fitted:
+    """A column that does not differ among the train rows; where it is missing may still say something."""
+    what = "has no value" if value == "nothing" else f"is {value}"
+    if has_gaps:
+        note = f"Column {name!r} {what} in all train rows that have one: only where it is missing is used."
+        return Fitted(Column(name, GAP), f"only where it is missing: it {what} elsewhere in train", (note,))
+    return Fitted(
+        None, f"left out: it {what} in all train rows", (f"Column {name!r} is left out: it {what} in all train rows.",)
+    )
+
+
+def _mean_and_std(where: str, values: NDArray[np.float64]) -> tuple[float, float]:
+    """The mean and standard deviation; 1 for a constant column."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean, std = float(values.mean()), float(values.std())
+    if not np.isfinite([mean, std]).all():
+        raise DataError(
+            f"{where} has numbers as large as {np.abs(values).max():g}, too large to be scaled; replace them."
+        )
+    return mean, std if std > 0 else 1.0
+
+
+def describe_column(table: Table, name: str, fate: str) -> ColumnReport:
+    """A column's type and values, for the report."""
+    try:
+        kind, values, missing = table.cells(name)
+    except DataError:  # a column that is left out may hold anything
+        return ColumnReport(name, str(table.column(name).dtype), "", 0, fate)
+    present = values[~missing]
+    if not len(present):
+        shown = ""
+    elif kind == NUMBER and name in table.format.dates:
+        kind, ends = "date", [EPOCH + timedelta(days=float(end)) for end in (present.min(), present.max())]
+        shown = " to ".join(f"{end:%Y-%m-%d}" for end in ends)
+    elif kind == NUMBER:
+        shown = f"{present.min():.6g} to {present.max():.6g}"
+    elif kind == FLAG:
+        shown = f"true in {present.mean():.0%}"
+    else:
+        found = sort_labels([str(text) for text in present.tolist()])
+        shown = f"{len(found)}: " + ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+    return ColumnReport(name, kind, shown, int(missing.sum()), fate)

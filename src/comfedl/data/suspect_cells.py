@@ -1,0 +1,105 @@
+"""Cells that are probably not what they were taken for: numbers or dates read as text, marks of missing values."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from comfedl.data.table import Table
+from comfedl.utils.errors import DataError
+
+FEW_NUMBERS = 20  # so many distinct numbers may be categories, as grades are
+FEW_ROWS = 8
+MARKS = ("?", "-", "--", ".", "n/a", "N.A.", "#N/A", "NIL", "missing", "(null)")
+COMMA = re.compile(r"[+-]?(?:\d{1,3}(?:[.' \u00a0\u202f]\d{3})+|\d+),\d+")
+GROUPED = re.compile(r"[+-]?\d{1,3}(?:([,.' \u00a0\u202f])\d{3})+(?:[.,]\d+)?")
+DATES = {
+    r"\d{4}-\d\d?-\d\d?([T ]\d\d?:\d\d.*)?": "iso",
+    r"\d\d?\.\d\d?\.\d{4}": "%d.%m.%Y",
+    r"\d\d?/\d\d?/\d{4}": "%d/%m/%Y",
+    r"\d\d?\.\d\d?\.\d\d": "%d.%m.%y",
+}
+
+
+def note_marks(table: Table, name: str, taken_for: str) -> Iterator[str]:
+    """Note cells that other programs write for a missing value."""
+    values = table.column(name)
+    for mark in MARKS:
+        count = int((values == mark).sum())
+        if count and mark not in table.format.marks(name):
+            yield (
+                f"{table.source}: {mark!r} is taken for {taken_for}, in {count} of {len(table)} rows; if it means a "
+                f'missing value, set na_values = ["{mark}"].'
+            )
+
+
+def refuse_mostly_numbers(table: Table, name: str) -> None:
+    """Refuse a column of numbers with a few texts, or with decimal commas: each number would become a category."""
+    counts, where = _count(table, name), f"Column {name!r} of {table.source}"
+    numbers = {text for text in counts if table.format.number(text) is not None}
+    commas = {text for text in counts.keys() - numbers if COMMA.fullmatch(text) or GROUPED.fullmatch(text)}
+    present, like_numbers = counts.total(), sum(counts[text] for text in numbers | commas)
+    if commas and 2 * like_numbers > present and _many(numbers | commas, like_numbers):
+        raise DataError(f"{where} has {_comma_advice(commas, table)}")
+    numeric = sum(counts[text] for text in numbers)
+    if 0 < 2 * (present - numeric) < present and _many(numbers, numeric):
+        texts, missing = np.array(table.texts(name), dtype=object), table.missing(name)
+        odd = ~missing & np.array([text not in numbers for text in texts.tolist()], dtype=bool)
+        first, rows = str(texts[odd][0]), table.rows_text(odd)
+        shown = first if len(first) <= 60 else f"{first[:60]}..."
+        raise DataError(
+            f"{where} has numbers in {numeric} of {len(table)} rows, but {shown!r} in {rows}; if "
+            f'it means a missing value, set na_values = ["{shown}"], with missing = "drop" or impute = "median"; else '
+            "correct these cells, or leave the column out (drop)."
+        )
+
+
+def _count(table: Table, name: str) -> Counter[str]:
+    """How often each text occurs in a column."""
+    counts = Counter(table.texts(name))
+    del counts[""]  # missing
+    return counts
+
+
+def _many(distinct: set[str], count: int) -> bool:
+    """Whether numbers are too many to be categories."""
+    return len(distinct) > FEW_NUMBERS or (count >= FEW_ROWS and 2 * len(distinct) > count)
+
+
+def _comma_advice(commas: set[str], table: Table) -> str:
+    decimal = [text for text in commas if COMMA.fullmatch(text)]
+    groups = {found.group(1) for text in commas if (found := GROUPED.fullmatch(text))}
+    if not decimal:
+        mark = min(groups)
+        return (
+            f'thousands separators such as in {min(commas)!r}; set thousands = "{" " if mark.isspace() else mark}"'
+            + (' and decimal = ","' if mark == "." else "")
+            + ", or write plain numbers."
+        )
+    grouped = sorted({*groups} - {","})
+    more = f' and thousands = "{" " if grouped[0].isspace() else grouped[0]}"' if grouped else ""
+    if table.format.decimal == ",":
+        return f"numbers such as {min(decimal)!r} that cannot be read; set{more.removeprefix(' and')}."
+    either = (
+        ' (or thousands = ",", if the comma groups thousands)'
+        if all(GROUPED.fullmatch(text) for text in decimal)
+        else ""
+    )
+    return f'decimal commas such as {min(decimal)!r}; set decimal = ","{more}{either}, or write numbers with a point.'
+
+
+def refuse_dates(table: Table, name: str) -> None:
+    """Refuse a column of dates: each would become a category."""
+    counts = _count(table, name)
+    for pattern, written in DATES.items():
+        dates = [text for text in counts if re.fullmatch(pattern, text)]
+        rows = sum(counts[text] for text in dates)
+        if 2 * rows > counts.total() and _many({*dates}, rows):
+            how = f'dates = ["{name}"]' if written == "iso" else f'dates = {{ {name} = "{written}" }}'
+            raise DataError(
+                f"Column {name!r} of {table.source} has dates such as {dates[0]!r}; read them as numbers of days "
+                f"with {how}, or leave the column out (drop)."
+            )
