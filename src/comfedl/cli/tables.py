@@ -17,6 +17,7 @@ from comfedl.analysis.compare import Cell, Comparison
 from comfedl.analysis.evaluate import ClientScores
 from comfedl.analysis.personalize import Personalized
 from comfedl.analysis.robust_advice import Advice
+from comfedl.core.client_statistics import Row
 from comfedl.core.optim import CLIENT_OPTIMIZERS, OPTIMIZERS, SERVER_OPTIMIZERS
 from comfedl.core.outer_functions import OUTERS
 from comfedl.core.schedule import SCHEDULES
@@ -26,6 +27,7 @@ from comfedl.data.registry import SOURCES, is_cached
 from comfedl.models.losses import LOSSES, OWN_LOSSES, TASKS
 from comfedl.models.metrics import METRICS, names_for
 from comfedl.models.zoo import MODELS
+from comfedl.training.client_table import ClientTable, number
 from comfedl.training.result import Result
 from comfedl.tuning.search import Tuned
 
@@ -238,19 +240,25 @@ def _format_param(value: object) -> str:
 
 
 def show_scores(scores: ClientScores) -> Table:
-    """The scores per client, and their summary over clients."""
-    keys = list(dict.fromkeys(key for row in scores.rows for key in row if key not in ("client", "samples")))
-    table = _table(
-        f"Scores on {scores.split}", "client", "samples", *(key.replace("personal_", "personal ") for key in keys)
-    )
-    for row in scores.rows:
-        values = (row.get(key) for key in keys)
-        cells = ("-" if value is None else _format(float(value)) for value in values)
+    """The scores per client with their 95 % intervals, and their summary over clients."""
+    found = scores.table
+    table = _table(f"Scores on {scores.split}", "client", "samples", *(key.replace("_", " ") for key in found.scores))
+    for row in found:
+        cells = (_score(found, row, key) for key in found.scores)
         table.add_row(escape(str(row["client"])), str(row["samples"]), *cells)
     table.add_section()
     for statistic, label in (("mean", "average client"), ("worst", "worst client")):
-        table.add_row(label, "", *(_format(scores.summary[f"{key}.{statistic}"]) for key in keys))
+        table.add_row(label, "", *(_format(scores.summary[f"{key}.{statistic}"]) for key in found.scores))
+    how = "; ".join(f"{key.replace('_', ' ')}: {method}" for key, method in found.methods.items())
+    table.caption = f"In brackets: 95 % confidence intervals ({how})." if how else None
     return table
+
+
+def _score(table: ClientTable, row: Row, key: str) -> str:
+    value, bounds = row.get(key), table.interval(row, key)
+    if not isinstance(value, int | float):
+        return "-"
+    return _format(float(value)) + ("" if bounds is None else f" ({number(bounds[0])} to {number(bounds[1])})")
 
 
 def show_personalized(found: Personalized) -> Table:

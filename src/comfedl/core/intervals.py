@@ -93,7 +93,7 @@ def t_quantile(freedom: int) -> float:
         (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
         (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
     )
-    return Z + sum(term / freedom ** (k + 1) for k, term in enumerate(terms))
+    return Z + sum(term / float(freedom) ** (k + 1) for k, term in enumerate(terms))
 
 
 def bootstrap(

@@ -1,4 +1,4 @@
-"""Scores single clients after a run, on data that this process holds: their samples, and the intervals of their scores."""
+"""Scores single clients after a run, on data that this process holds."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from comfedl.utils.csv_cells import without_formulas
 
 LOW, HIGH, SAMPLES, PERSONAL = "_low", "_high", "_samples", "personal_"
 SPLITS = ("train", "validation", "test")
-MOST_NAMED = 10  # clients in a sentence
+MOST_LISTED = 10  # clients in a sentence
 SHOWN = 30  # rows of the text
 
 # When a metric of the registry is undefined, in words.
@@ -32,7 +32,8 @@ UNDEFINED = {
 class ClientTable(Sequence[Row]):
     """One row per client, as dicts; what is not known is left out.
 
-    The columns are "client"; "train_samples", "validation_samples" and "test_samples"; each measure of the split, such
+    The columns are "client"; "train_samples", "validation_samples" and "test_samples" (for other data than a run's own
+    just "samples"); each measure of the split, such
     as "accuracy", with the bounds of its 95 % interval, "accuracy_low" and "accuracy_high"; the same of the personal
     models, "personal_accuracy"; and "weight", the client's weight in the last round.
 
@@ -40,21 +41,23 @@ class ClientTable(Sequence[Row]):
         split: the split that the clients are judged on.
         rows: the rows, in the order of the names.
         measures: the measures of the global model, the most telling one first.
+        scores: those and the personal models'.
         methods: how the intervals of each measure were found.
     """
 
     def __init__(self, split: str, rows: Iterable[Row], methods: Mapping[str, str] | None = None) -> None:
         self.split, self.rows, self.methods = split, list(rows), dict(methods or {})
         keys = dict.fromkeys(key for row in self.rows for key in row)
-        bounds = {key + end for key in keys for end in (LOW, HIGH, SAMPLES)} | {f"{name}{SAMPLES}" for name in SPLITS}
-        scores = [key for key in keys if key not in {"client", "weight"} | bounds]
+        counts = ["samples", *(f"{name}{SAMPLES}" for name in SPLITS)]
+        bounds = {key + end for key in keys for end in (LOW, HIGH)}
+        scores = [key for key in keys if key not in {"client", "weight", *counts, *bounds}]
         first = "accuracy" if "accuracy" in scores else next((name for name in scores if name != "loss"), "loss")
         self.measures = sorted(
             (k for k in scores if not k.startswith(PERSONAL)), key=lambda k: (k != first, k == "loss")
         )
         personal = [f"{PERSONAL}{name}" for name in self.measures if f"{PERSONAL}{name}" in scores]
-        bounded = [key + end for key in (*self.measures, *personal) for end in ("", LOW, HIGH)]
-        counts = [f"{name}{SAMPLES}" for name in SPLITS]
+        self.scores = [*self.measures, *personal]
+        bounded = [key + end for key in self.scores for end in ("", LOW, HIGH)]
         self.columns = [key for key in ("client", *counts, *bounded, "weight") if key in keys]
 
     @classmethod
@@ -113,6 +116,11 @@ class ClientTable(Sequence[Row]):
         low, high = row.get(measure + LOW), row.get(measure + HIGH)
         return (float(low), float(high)) if isinstance(low, int | float) and isinstance(high, int | float) else None
 
+    def samples(self, row: Row) -> int | None:
+        """The number of samples that a client is judged on, if it is known."""
+        count = row.get(f"{self.split}{SAMPLES}", row.get("samples"))
+        return count if isinstance(count, int) else None
+
     def overlapping(self, measure: str | None = None) -> tuple[int, int] | None:
         """How many of the other clients' intervals overlap with the worst client's, of how many; None without one."""
         name = measure or self.measure
@@ -125,9 +133,8 @@ class ClientTable(Sequence[Row]):
 
     def without_samples(self) -> list[str]:
         """The clients that have nothing to be judged on in this split."""
-        some = any(f"{self.split}{SAMPLES}" in row for row in self.rows)
-        if some:
-            return [str(row["client"]) for row in self.rows if row.get(f"{self.split}{SAMPLES}") == 0]
+        if any(self.samples(row) is not None for row in self.rows):
+            return [str(row["client"]) for row in self.rows if self.samples(row) == 0]
         if not self.measures:
             return []
         return [str(row["client"]) for row in self.rows if not any(name in row for name in self.measures)]
@@ -151,9 +158,9 @@ class ClientTable(Sequence[Row]):
         worst = self.worst(name)
         if worst is None or len(self.rows) < 2:
             return []
-        own, count = self.interval(worst, name), worst.get(f"{self.split}{SAMPLES}")
+        own, count = self.interval(worst, name), self.samples(worst)
         notes = [] if own is None else [f"95 % interval {number(own[0])} to {number(own[1])}"]
-        notes += [] if count is None else [plural(int(count), "sample")]
+        notes += [] if count is None else [plural(count, "sample")]
         measure = f"{self.split} {name.replace('_', ' ')}"
         value = number(float(worst[name] or 0)) + (f" ({', '.join(notes)})" if notes else "")
         return [
@@ -162,8 +169,12 @@ class ClientTable(Sequence[Row]):
         ]
 
     def notes(self) -> list[str]:
-        """All that the table's numbers do not say by themselves."""
-        return [*self.unjudged(), *self.about_worst()]
+        """What the numbers do not say: who cannot be judged, and how sure it is who is worst."""
+        said, personal = [*self.unjudged(), *self.about_worst()], f"{PERSONAL}{self.measure}"
+        mine, theirs = self.worst(), self.worst(personal)
+        if mine is not None and theirs is not None and mine is not theirs:
+            said += self.about_worst(personal)
+        return said
 
     def to_csv(self) -> str:
         """The table as CSV."""
@@ -192,7 +203,7 @@ class ClientTable(Sequence[Row]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        bounds = {key + end for key in self.columns for end in (LOW, HIGH)}
+        bounds = {key + end for key in self.scores for end in (LOW, HIGH)}
         heads = [key for key in self.columns if key not in bounds]
         lines = [[head.replace("_", " ") for head in heads]]
         for row in self.rows[:SHOWN]:
@@ -219,17 +230,21 @@ class ClientTable(Sequence[Row]):
 
 def unjudged(split: str, total: int, empty: Sequence[str], undefined: Mapping[str, Sequence[str]]) -> list[str]:
     """Sentences on the clients without samples, and on those without a measure."""
-    said = []
-    if empty:
-        have = "has" if len(empty) == 1 else "have"
-        said.append(f"{len(empty)} of {plural(total, 'client')} {have} no {split} rows: {listed(empty)}.")
+    said = without_rows(split, total, empty)
     for name, clients in undefined.items():
         reason = f" ({UNDEFINED[name]})" if name in UNDEFINED else ""
-        label = name.replace("_", " ")
-        said.append(
-            f"{split.capitalize()} {label} is undefined for {len(clients)} of {plural(total, 'client')}{reason}: {listed(clients)}."
-        )
+        whose = f"{len(clients)} of {plural(total, 'client')}"
+        said.append(f"{name.replace('_', ' ')} on {split} data is undefined for {whose}{reason}: {listed(clients)}.")
     return said
+
+
+def without_rows(split: str, total: int, empty: Sequence[str], count: int | None = None) -> list[str]:
+    """A sentence on the clients without samples, if there are any; ``count`` is their number if only some are given."""
+    count = len(empty) if count is None else count
+    if not count:
+        return []
+    have = "has" if count == 1 else "have"
+    return [f"{count:,} of {plural(total, 'client')} {have} no {split} rows: {listed(empty, count=count)}."]
 
 
 def noise(overlapping: tuple[int, int] | None) -> list[str]:
@@ -243,14 +258,15 @@ def noise(overlapping: tuple[int, int] | None) -> list[str]:
     return [f"This interval overlaps {whose}, so which client is worst is within noise."]
 
 
-def listed(names: Sequence[str], limit: int = MOST_NAMED) -> str:
+def listed(names: Sequence[str], limit: int = MOST_LISTED, count: int | None = None) -> str:
     """Names in a sentence, some of them if there are many.
 
     >>> listed(["north", "south"])
     'north, south'
     """
     shown = [name if len(name) <= 60 else f"{name[:59]}…" for name in map(_printable, names[:limit])]
-    return ", ".join(shown) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    more = (len(names) if count is None else count) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more else "")
 
 
 def plural(count: int, noun: str) -> str:

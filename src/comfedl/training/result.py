@@ -17,7 +17,7 @@ from comfedl.core.learner import Model, Params
 from comfedl.data.client_names import find
 from comfedl.models.functional import with_tensors
 from comfedl.training.client_scorer import MOST_SCORED, ClientScorer
-from comfedl.training.client_table import SPLITS, ClientTable, number
+from comfedl.training.client_table import MOST_LISTED, SPLITS, ClientTable, number, without_rows
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError, nearest
 
@@ -61,6 +61,7 @@ class Result:
     last: Model | None = field(default=None, repr=False)
     samples: Mapping[str, Sequence[int]] = field(default_factory=dict, repr=False)
     scorer: ClientScorer | None = field(default=None, repr=False, compare=False)
+    bounds: dict[tuple[str, bool], dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def clients_table(self, split: str | None = None, *, with_own: bool = True) -> ClientTable:
         """One row per client: samples, measures with their 95 % intervals, weight; see ``ClientTable``.
@@ -73,20 +74,38 @@ class Result:
             with_own: whether functions of your own have an interval too, for which each is called 200 times a client.
         """
         rows = self._last_clients()
-        recorded = {key.partition(".")[0] for row in rows for key in row}
-        available = [name for name in ("validation", "test", "train") if name in recorded]
-        chosen = split or (available or ["train"])[0]
+        available = _splits(rows)
+        chosen = split or available[0]
         checks.one_of("split", chosen, available)
-        places = {str(row["client"]): find(self.names, str(row["client"])) or 0 for row in rows}
-        samples = {
-            name: {client: int(sizes[place]) for client, place in places.items()}
-            for name, sizes in self.samples.items()
-        }
-        bounds: dict[str, Mapping[str, tuple[float, float, str]]] = {}
-        if self.scorer is not None and len(rows) <= MOST_SCORED:
+        if len(rows) <= MOST_SCORED and self.scorer is not None and (chosen, with_own) not in self.bounds:
             model = Model(params=self.params, buffers=self.buffers)
-            bounds = {name: self.scorer.intervals(model, place, chosen, with_own) for name, place in places.items()}
-        return ClientTable.of(chosen, rows, samples, bounds)
+            self.bounds[chosen, with_own] = {
+                name: self.scorer.intervals(model, place, chosen, with_own)
+                for name, place in self._places(rows).items()
+            }
+        bounds = self.bounds.get((chosen, with_own)) or self.bounds.get((chosen, not with_own))
+        return ClientTable.of(chosen, rows, self._samples(rows), bounds)
+
+    def notes(self) -> list[str]:
+        """Sentences for the user: which clients cannot be judged, and how sure it is who is worst."""
+        rows = self._last_clients()
+        held_out = [name for name in _splits(rows) if name != "train"]
+        if len(rows) > MOST_SCORED:
+            empty = {name: [k for k, size in enumerate(self.samples.get(name, ())) if not size] for name in held_out}
+            some = {name: [self.names[k] for k in places[:MOST_LISTED]] for name, places in empty.items()}
+            return [
+                text for name in held_out for text in without_rows(name, len(self.names), some[name], len(empty[name]))
+            ]
+        others = [ClientTable.of(name, rows, self._samples(rows)) for name in held_out[1:]]
+        return [*self.clients_table(with_own=False).notes(), *(text for table in others for text in table.unjudged())]
+
+    def _places(self, rows: Sequence[Row]) -> dict[str, int]:
+        return {str(row["client"]): find(self.names, str(row["client"])) or 0 for row in rows}
+
+    def _samples(self, rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+        """split -> client -> samples, of the clients of these rows."""
+        places = self._places(rows)
+        return {name: {client: int(sizes[k]) for client, k in places.items()} for name, sizes in self.samples.items()}
 
     def _last_clients(self) -> Sequence[Row]:
         """The clients' rows of the returned model's round."""
@@ -179,6 +198,12 @@ class Result:
             "traffic": self.traffic,
             "seconds": round(self.seconds, 3),
         }
+
+
+def _splits(rows: Sequence[Row]) -> list[str]:
+    """The splits that clients were evaluated on, the one to judge them on first."""
+    found = {key.partition(".")[0] for row in rows[:MOST_SCORED] for key in row}
+    return [name for name in ("validation", "test", "train") if name in found]
 
 
 def _telling(row: Row) -> list[str]:
