@@ -56,7 +56,7 @@ def wilson(hits: float, samples: int) -> Interval:
 def wilson_of(metric: str, value: float, samples: int) -> Interval | None:
     """The interval of a recorded accuracy; None for any other metric, and if no number of hits gives this accuracy."""
     hits = value * samples
-    if metric != "accuracy" or samples < 1 or not 0 <= round(hits) <= samples:
+    if metric != "accuracy" or samples < 1 or not (math.isfinite(hits) and 0 <= round(hits) <= samples):
         return None
     # Recorded in float32. An accuracy over tokens or several outputs per sample is no share of the samples.
     return wilson(round(hits), samples) if abs(hits - round(hits)) <= 1e-3 + 1e-6 * samples else None

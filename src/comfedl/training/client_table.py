@@ -108,7 +108,7 @@ class ClientTable(Sequence[Row]):
         """The row of the worst client by a measure; None if no client has it."""
         name = measure or self.measure
         sign = -1 if smaller_is_better(name) else 1
-        judged = [row for row in self.rows if isinstance(row.get(name), int | float)]
+        judged = [row for row in self.rows if isinstance(row.get(name), int | float) and row[name] == row[name]]
         return min(judged, key=lambda row: sign * float(row[name] or 0), default=None)
 
     def interval(self, row: Row, measure: str) -> tuple[float, float] | None:
@@ -252,7 +252,9 @@ def noise(overlapping: tuple[int, int] | None) -> list[str]:
     if overlapping is None or not overlapping[0]:
         return []
     some, others = overlapping
-    whose = "that of the other client" if others == 1 else f"those of {some} of the {others:,} other clients"
+    whose = f"{'that' if some == 1 else 'those'} of {some:,} of the {others:,} other clients"
+    if others == 1:
+        whose = "that of the other client"
     if some == others > 1:
         whose = f"those of all {others:,} other clients"
     return [f"This interval overlaps {whose}, so which client is worst is within noise."]
