@@ -212,7 +212,7 @@ def test_a_run_without_counts_has_no_intervals(tmp_path: Path) -> None:
     [
         '{"round": 4, "client": "a", "validation_samples": -5}',
         '{"round": 4, "client": "a", "validation_samples": 1e400, "validation.accuracy_low": NaN}',
-        '{"round": 4, "client": "a", "validation_samples": 0.5, "validation.loss_low": 1, "validation.loss_high": null}',
+        '{"round": 4, "client": "a", "train_samples": 0.5, "validation.loss_low": 1, "validation.loss_high": null}',
         '{"round": 4, "client": "a", "validation_samples": 9223372036854775807}',
         '{"round": 4, "client": "nobody", "validation_samples": 3}',
         '{"round": 9, "client": "</script><b>", "train_samples": 1, "x_low": 1, "x_high": 2}',

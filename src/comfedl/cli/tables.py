@@ -272,8 +272,8 @@ def show_personalized(found: Personalized) -> Table:
 def show_fits(advice: Advice, most: int = 10) -> Table:
     """The clients with the largest losses under plain averaging, and who of them is outvoted."""
     data = "held-out data" if advice.split == "validation" else "training data"
-    title = f"After {advice.warmup} rounds of averaging with equal weights: loss on {data}"
-    table = _table(title, "client", "samples", "averaged model", "after a fit of its own", "")
+    title = f"Loss on {data} after {advice.warmup} rounds of averaging with equal weights"
+    table = _table(title, "client", "train samples", "averaged model", "fine-tuned on its own data", "")
     outvoted = {fit.client for fit in advice.outvoted}
     fits = sorted(advice.fits, key=lambda fit: -fit.loss)
     for fit in fits[:most]:
@@ -287,9 +287,9 @@ def show_fits(advice: Advice, most: int = 10) -> Table:
 def show_advice(advice: Advice) -> Table:
     """The effect of each gamma."""
     partial = f" of {advice.participants} per round" if advice.participants < len(advice.names) else ""
-    title = f"After {advice.warmup} rounds of plain averaging, {len(advice.names)} clients"
+    title = f"What each gamma would do to the weights of the {len(advice.names)} clients (1 = uniform)"
     table = _table(
-        title, "gamma", f"effective clients{partial}", "noise", "heaviest client", "its weight", "weighted loss"
+        title, "gamma", f"effective clients{partial}", "noise factor", "heaviest client", "its weight", "weighted loss"
     )
     for effect in advice.effects:
         heaviest = int(effect.weights.argmax())
@@ -297,9 +297,9 @@ def show_advice(advice: Advice) -> Table:
         table.add_row(
             f"{effect.gamma:.4g}{mark}",
             f"{effect.effective:.2f}",
-            f"x {effect.noise:.2f}",
+            f"{effect.noise:.2f}",
             escape(advice.names[heaviest]),
-            f"{len(advice.names) * effect.weights[heaviest]:.2f} x uniform",
+            f"{len(advice.names) * effect.weights[heaviest]:.2f}",
             _format(effect.loss),
         )
     return table
@@ -308,7 +308,7 @@ def show_advice(advice: Advice) -> Table:
 def show_weights(advice: Advice, most: int = 10) -> Table:
     """The weights of the clients with the largest losses, for each gamma."""
     order = np.argsort(-advice.losses, kind="stable")
-    title = "Client weights for each gamma (1 = uniform)"
+    title = "Each client's weight by gamma (1 = uniform)"
     table = _table(title, "client", "loss", *(f"{effect.gamma:.4g}" for effect in advice.effects))
     for i in order[:most]:
         weights = (f"{len(order) * effect.weights[i]:.2f}" for effect in advice.effects)
