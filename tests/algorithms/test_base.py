@@ -12,6 +12,7 @@ import torch
 
 import comfedl as cf
 from comfedl.algorithms import ALGORITHMS
+from comfedl.algorithms.base import Algorithm
 from helpers.reference import linear, train_data
 
 
@@ -56,6 +57,7 @@ def test_help_names_and_explains_all_arguments() -> None:
     """Those that all methods have were in the signature alone."""
     for method in ALGORITHMS.values():
         text = inspect.getdoc(method) or ""
-        for field in fields(method):
-            assert f"{field.name}:" in text or f", {field.name}:" in text, (method.name, field.name)
+        for field in fields(Algorithm):
+            assert f"\n    {field.name}: " in text, (method.name, field.name)
+        assert {field.name for field in fields(method)} <= {*inspect.signature(method).parameters}
         assert text.count("Arguments of all methods:") == 1

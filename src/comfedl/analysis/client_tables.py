@@ -69,7 +69,7 @@ def unjudged_in(tables: Mapping[str, Sequence[ClientTable]]) -> list[str]:
 
 def about_worst_of(tables: Mapping[str, Sequence[ClientTable]], split: str, measure: str) -> list[str]:
     """The worst client's interval with every method, and whether it is certain who that is; means over seeds."""
-    intervals, overlaps = [], []
+    intervals, unsure = [], []
     for name, found in tables.items():
         rows = [(table, worst) for table in found if (worst := table.worst(measure)) is not None]
         bounds = [own for table, worst in rows if (own := table.interval(worst, measure)) is not None]
@@ -78,18 +78,17 @@ def about_worst_of(tables: Mapping[str, Sequence[ClientTable]], split: str, meas
         value = fmean(float(worst[measure] or 0) for _, worst in rows)
         low, high = (fmean(own[k] for own in bounds) for k in (0, 1))
         intervals.append(f"{number(value)} ({number(low)} to {number(high)}) with {name}")
-        counts = [pair for table, _ in rows if (pair := table.overlapping(measure)) is not None]
-        some, others = fmean(pair[0] for pair in counts), fmean(pair[1] for pair in counts)
-        if some:
-            overlaps.append(f"{some:.3g} of {others:.3g} with {name}")
+        overlapping = [pair[0] > 0 for table, _ in rows if (pair := table.overlapping(measure)) is not None]
+        if 2 * sum(overlapping) >= len(rows):  # for half of the seeds or more
+            unsure.append(name)
     if not intervals:
         return []
     seeds = " (means over seeds)" if max(len(found) for found in tables.values()) > 1 else ""
     label = f"{split} {measure.replace('_', ' ')}"
-    out = [f"Worst client's {label}, with its 95 % interval{seeds}: {', '.join(intervals)}."]
-    if overlaps:
-        out.append(
-            f"That interval overlaps those of other clients ({', '.join(overlaps)}), so which client is worst is "
-            "within noise."
-        )
-    return out
+    said = [f"Worst client's {label}, with its 95 % interval{seeds}: {', '.join(intervals)}."]
+    if unsure:
+        *before, end = unsure
+        names = f"{', '.join(before)} and {end}" if before else end
+        start = "This interval" if len(unsure) == len(tables) else f"With {names} this interval"
+        said.append(f"{start} overlaps those of other clients, so which client is worst is within noise.")
+    return said

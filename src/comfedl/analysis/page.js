@@ -254,7 +254,7 @@
     else if (down) order.reverse();
     const means = view.seed === null && view.label ? ` Values are ${view.label}, and so are the bounds of the intervals.` : view.label ? ` Values of ${view.label}.` : "";
     const ranges = columns.some((one) => one.low && one.low.some((value) => value !== null)) ? ` Below a value is its 95 % confidence interval (${B.intervals[key()]}), which reflects only the client's number of samples.` : "";
-    byId("about-by-client").textContent = `${words(metric())[0].toUpperCase()}${words(metric()).slice(1)} on ${state.split} data after the last evaluated round.${ranges}${means} The best of a column is bold, the worst client has a coloured ground. Click on a heading to sort, on a name to highlight the client in all plots.`;
+    byId("about-by-client").textContent = `${words(metric())[0].toUpperCase()}${words(metric()).slice(1)} on ${state.split} data, of the final models (after the last evaluated round, or the best by early stopping).${ranges}${means} The best of a column is bold, the worst client has a coloured ground. Click on a heading to sort, on a name to highlight the client in all plots.`;
     const head = element("thead"), body = element("tbody");
     head.append(row(["client", ...columns.map((one) => one.head)].map((name, i) => {
       const cell = element("th", undefined, { scope: "col" }), button = element("button", `${name}${i === column ? (down ? " ↓" : " ↑") : ""}`, { type: "button" });
@@ -333,7 +333,7 @@
   const row = (cells) => { const made = element("tr"); made.append(...cells); return made; };
   const tables = () => {
     const table = D.tables[`${state.split}.${state.metric}`] || D.table, several = table.rows.length > 1, seeds = table.rows.some((one) => one.seeds > 1);
-    byId("about-table").textContent = `${table.about[0].toUpperCase()}${table.about.slice(1)} after the last evaluated round; every client counts equally.${seeds ? " Means over seeds; ± is the standard error." : ""}${several ? ` The best of a column is bold${seeds ? "; ~ within noise of it (two standard errors)" : ""}.` : ""}`;
+    byId("about-table").textContent = `${table.about[0].toUpperCase()}${table.about.slice(1)}, of the final models; every client counts equally.${seeds ? " Means over seeds; ± is the standard error." : ""}${several ? ` The best of a column is bold${seeds ? "; ~ within noise of it (two standard errors)" : ""}.` : ""}`;
     const head = element("thead"), body = element("tbody");
     head.append(row(["method", ...table.columns].map((name) => element("th", name, { scope: "col" }))));
     for (const one of table.rows) {

@@ -166,7 +166,7 @@ def show_summary(summary: Mapping[str, Any], title: str) -> Table:
     for split in ("train", "validation", "test"):
         for metric, values in summary.get(split, {}).items():
             cells = (_format(values[name]) for name in ("mean", "worst", "worst10", "std"))
-            table.add_row(f"{split} {metric}", *cells)
+            table.add_row(f"{split} {metric.replace('_', ' ')}", *cells)
     table.add_row("objective", _format(summary["objective"]))
     return table
 
