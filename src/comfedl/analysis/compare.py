@@ -15,7 +15,7 @@ from comfedl.analysis.stats import difference, standard_error
 from comfedl.config.schema import Config, run_config
 from comfedl.core.client_statistics import Row, smaller_is_better
 from comfedl.training.callbacks import Callback
-from comfedl.training.client_table import ClientTable
+from comfedl.training.client_table import MOST_IN_TABLE, ClientTable
 from comfedl.training.progress import Progress
 from comfedl.training.run_folder import check_free, finished_row
 from comfedl.utils import checks
@@ -132,11 +132,12 @@ def run_comparison(
                 raise ConfigError(
                     f"split is {split!r}, but it must be train, or validation or test if the data have it."
                 )
+            few = len(fed) <= MOST_IN_TABLE
             done = finished_row(folders[name, i], seeded.resolved()) if resume else None
             folder, label = folders[name, i], f"{name}, seed {seeded.seed}"
             if done is not None:
                 rows[name].append(done)
-                tables[name].append(client_table(read_run(folder), split))
+                tables[name] += [client_table(read_run(folder), split)] if few else []
                 continue
             if make_callbacks is not None:
                 callbacks = make_callbacks(seeded, label, folder)
@@ -148,7 +149,7 @@ def run_comparison(
                 error.advice = f"This is {name} with seed {seeded.seed}. {error.advice}"
                 raise
             rows[name].append(result.row)
-            tables[name].append(client_table(read_run(folder), split))
+            tables[name] += [client_table(read_run(folder), split)] if few else []
     comparison = Comparison(rows, split, tables)
     write_atomic(out / "comparison.csv", comparison.to_csv().encode())
     return comparison

@@ -13,7 +13,7 @@ from comfedl.analysis.client_tables import about_worst_of, client_table, method 
 from comfedl.analysis.read_runs import Method, Run
 from comfedl.analysis.stats import MetricChoice
 from comfedl.core.client_statistics import Row, base, smaller_is_better
-from comfedl.training.client_table import ClientTable, listed, number, plural, samples_of
+from comfedl.training.client_table import MOST_IN_TABLE, ClientTable, listed, number, plural, samples_of
 
 SHARES = frozenset(
     ("accuracy", "balanced_accuracy", "f1", "precision", "sensitivity", "recall", "specificity", "auc", "auprc")
@@ -44,7 +44,8 @@ def baseline(methods: Sequence[Method]) -> int:
 def about_clients(methods: Sequence[Method], choice: MetricChoice, finals: Finals) -> list[str]:
     """Who gains and who loses, who cannot be judged, and how sure it is who is worst, in sentences."""
     tables: dict[str, list[ClientTable]] = {}
-    for i, method in enumerate(methods):
+    few = all(len(rows) <= MOST_IN_TABLE for rows in finals.values())
+    for i, method in enumerate(methods if few else ()):
         found = [client_table(run, choice.split, finals[i, run.seed]) for run in method.runs]
         if all(found):
             tables[method.name] = found

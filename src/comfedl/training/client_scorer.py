@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from comfedl.core.intervals import Interval, score_intervals
 from comfedl.core.learner import Learner, Model
 from comfedl.data.federated import FederatedData
@@ -23,10 +26,10 @@ class ClientScorer:
     data: FederatedData
     seed: int
 
-    def sizes(self) -> Mapping[str, list[int]]:
+    def sizes(self) -> Mapping[str, NDArray[np.int64]]:
         """split -> the number of samples of every client, in the order of the names."""
         found = {name: self.data.split(name) for name in SPLITS}
-        return {name: split.sizes.tolist() for name, split in found.items() if split is not None}
+        return {name: split.sizes for name, split in found.items() if split is not None}
 
     def intervals(self, model: Model, client: int, split: str, with_own: bool = True) -> dict[str, Interval]:
         """The intervals of a model's scores at the client in this place; see ``score_intervals``."""

@@ -13,6 +13,7 @@ from comfedl.utils.csv_cells import without_formulas
 
 LOW, HIGH, SAMPLES, PERSONAL = "_low", "_high", "_samples", "personal_"
 SPLITS = ("train", "validation", "test")
+MOST_IN_TABLE = 10_000  # clients; with more, no table is made unless it is asked for
 MOST_LISTED = 10  # clients in a sentence
 SHOWN = 30  # rows of the text
 

@@ -198,7 +198,7 @@ def fit_on(
     if options.eval_every == AUTO:
         participants = options.clients_per_round or count
         options = replace(options, gap=evaluation_gap(clients, algorithm.steps(), participants, options.eval_clients))
-    samples = {"train": clients.sizes.tolist()} if scorer is None else scorer.sizes()
+    samples = {"train": clients.sizes} if scorer is None else scorer.sizes()
     callbacks: list[Callback] = list(options.callbacks) if clients.is_leader else []
     try:
         if options.progress and clients.is_leader:

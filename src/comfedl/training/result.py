@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from comfedl.core import client_statistics
@@ -59,7 +61,7 @@ class Result:
     stopped: str | None = None
     round: int = 0
     last: Model | None = field(default=None, repr=False)
-    samples: Mapping[str, Sequence[int]] = field(default_factory=dict, repr=False)
+    samples: Mapping[str, NDArray[np.int64]] = field(default_factory=dict, repr=False, compare=False)
     scorer: ClientScorer | None = field(default=None, repr=False, compare=False)
     bounds: dict[tuple[str, bool], dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -73,7 +75,8 @@ class Result:
             split: the split to judge the clients on: by default validation, else test, else train.
             with_own: whether functions of your own have an interval too, for which each is called 200 times a client.
         """
-        rows = self._last_clients()
+        start, stop = self._last_rows()
+        rows = self.clients[start:stop]
         available = _splits(rows)
         chosen = split or available[0]
         checks.one_of("split", chosen, available)
@@ -88,16 +91,18 @@ class Result:
 
     def notes(self) -> list[str]:
         """Sentences for the user: which clients cannot be judged, and how sure it is who is worst."""
-        rows = self._last_clients()
-        held_out = [name for name in _splits(rows) if name != "train"]
-        if len(rows) > MOST_SCORED:
-            empty = {name: [k for k, size in enumerate(self.samples.get(name, ())) if not size] for name in held_out}
-            some = {name: [self.names[k] for k in places[:MOST_LISTED]] for name, places in empty.items()}
-            return [
-                text for name in held_out for text in without_rows(name, len(self.names), some[name], len(empty[name]))
-            ]
-        others = [ClientTable.of(name, rows, self._samples(rows)) for name in held_out[1:]]
-        return [*self.clients_table(with_own=False).notes(), *(text for table in others for text in table.unjudged())]
+        start, stop = self._last_rows()
+        if stop - start > MOST_SCORED:  # rows of all would take long, and much memory
+            said = []
+            for name in _splits(self.clients[start : start + MOST_SCORED]):
+                empty = np.flatnonzero(self.samples.get(name, np.ones(1)) == 0)
+                some = [self.names[int(k)] for k in empty[:MOST_LISTED]]
+                said += without_rows(name, len(self.names), some, len(empty))
+            return said
+        rows = self.clients[start:stop]
+        others = [name for name in _splits(rows) if name != "train"][1:]
+        tables = [ClientTable.of(name, rows, self._samples(rows)) for name in others]
+        return [*self.clients_table(with_own=False).notes(), *(text for table in tables for text in table.unjudged())]
 
     def _places(self, rows: Sequence[Row]) -> dict[str, int]:
         return {str(row["client"]): find(self.names, str(row["client"])) or 0 for row in rows}
@@ -107,16 +112,15 @@ class Result:
         places = self._places(rows)
         return {name: {client: int(sizes[k]) for client, k in places.items()} for name, sizes in self.samples.items()}
 
-    def _last_clients(self) -> Sequence[Row]:
-        """The clients' rows of the returned model's round."""
+    def _last_rows(self) -> tuple[int, int]:
+        """Where the clients' rows of the returned model's round begin and end."""
         of_round = int(self.row["round"] or 0)
 
         def number_of(row: Row) -> int:
             return int(row["round"] or 0)
 
-        return self.clients[
-            bisect_left(self.clients, of_round, key=number_of) : bisect_right(self.clients, of_round, key=number_of)
-        ]
+        ends = (bisect(self.clients, of_round, key=number_of) for bisect in (bisect_left, bisect_right))
+        return next(ends), next(ends)
 
     def __repr__(self) -> str:
         row = self.row

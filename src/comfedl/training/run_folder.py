@@ -22,7 +22,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
@@ -32,7 +34,7 @@ from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Records, Snapshot
 from comfedl.training.client_records import ClientRows
 from comfedl.training.client_scorer import MOST_SCORED
-from comfedl.training.client_table import HIGH, LOW, SAMPLES
+from comfedl.training.client_table import HIGH, LOW, MOST_IN_TABLE, SAMPLES
 from comfedl.training.options import RunOptions
 from comfedl.training.personal_models import model_bytes, write_personal
 from comfedl.training.result import Result
@@ -46,7 +48,6 @@ from comfedl.utils.toml import to_toml
 from comfedl.utils.tree import Tree
 
 TABLE = "clients_table.jsonl"
-MOST_IN_TABLE = 10_000  # clients; with more there is no table
 LAST_MODEL = "last.safetensors"  # the model after the last round, if early stopping chose another
 # The files of a run. A folder with any of them is not free, since they would be replaced.
 FILES = (
@@ -174,7 +175,7 @@ class RunFolder(Callback):
         self.can_save: Callable[[BaseException], bool] = lambda error: True
         """Whether the clients' states can still be had after this error."""
         self.names: Sequence[str] = ()
-        self.samples: Mapping[str, Sequence[int]] = {}
+        self.samples: Mapping[str, NDArray[np.int64]] = {}
         """split -> the number of samples of every client."""
         self._stop: int | None = None
         self._handlers: dict[int, Any] = {}
