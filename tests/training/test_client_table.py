@@ -182,6 +182,7 @@ def test_a_folder_has_the_same_table(tmp_path: Path) -> None:
     found = fitted(out=tmp_path / "run")
     table, read = found.clients_table("validation"), client_table(read_run(tmp_path / "run"), "validation")
     assert read == table and read.methods.keys() == table.methods.keys() and read.notes() == table.notes()
+    assert cf.load_run(tmp_path / "run").clients_table() == table  # also without model=
     lines = [json.loads(line) for line in (tmp_path / "run" / "clients_table.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [3] * 4
 

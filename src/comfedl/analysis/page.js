@@ -254,7 +254,7 @@
     else if (down) order.reverse();
     const means = view.seed === null && view.label ? ` Values are ${view.label}, and so are the bounds of the intervals.` : view.label ? ` Values of ${view.label}.` : "";
     const ranges = columns.some((one) => one.low && one.low.some((value) => value !== null)) ? ` Below a value is its 95 % confidence interval (${B.intervals[key()]}), which reflects only the client's number of samples.` : "";
-    byId("about-by-client").textContent = `${words(metric())[0].toUpperCase()}${words(metric()).slice(1)} on ${state.split} data, of the final models (after the last evaluated round, or the best by early stopping).${ranges}${means} The best of a column is bold, the worst client has a coloured ground. Click on a heading to sort, on a name to highlight the client in all plots.`;
+    byId("about-by-client").textContent = `${words(metric())[0].toUpperCase()}${words(metric()).slice(1)} on ${state.split} data, of the final models (after the last evaluated round, or the best by early stopping).${ranges}${means} The best of a column is bold, the worst client highlighted. Click on a heading to sort, or on a name to single out the client in all plots.`;
     const head = element("thead"), body = element("tbody");
     head.append(row(["client", ...columns.map((one) => one.head)].map((name, i) => {
       const cell = element("th", undefined, { scope: "col" }), button = element("button", `${name}${i === column ? (down ? " ↓" : " ↑") : ""}`, { type: "button" });
