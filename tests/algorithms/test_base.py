@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import comfedl as cf
+from comfedl.algorithms import ALGORITHMS
+from comfedl.algorithms.base import Algorithm
 from helpers.reference import linear, train_data
 
 
@@ -48,3 +51,13 @@ def test_plain_local_training_takes_the_fused_loop(method: Any, monkeypatch: pyt
 
     monkeypatch.setattr(base, "gradient", slow)
     cf.fit(linear(), cf.FederatedData(train_data()), method(personal_steps=0), rounds=1)
+
+
+def test_help_names_and_explains_all_arguments() -> None:
+    """Those that all methods have were in the signature alone."""
+    for method in ALGORITHMS.values():
+        text = inspect.getdoc(method) or ""
+        for field in fields(Algorithm):
+            assert f"\n    {field.name}: " in text, (method.name, field.name)
+        assert {field.name for field in fields(method)} <= {*inspect.signature(method).parameters}
+        assert text.count("Arguments of all methods:") == 1

@@ -120,11 +120,13 @@ def test_a_click_isolates_a_client(browser: Any, report: str, width: int) -> Non
     browser.get(report)
     drawn(browser, 9)
     before = browser.execute_script(OPACITIES)
-    assert all(len(line) == len(CLIENTS) and max(line) == 1 and line.count(1) == 1 for line in before)
+    # A line for each client and seed; the worst client of each seed is highlighted.
+    assert all(len(line) == 2 * len(CLIENTS) and max(line) == 1 and line.count(1) == 2 for line in before)
     named_like_a_script = ("#clients .plot", 0, 1, 2)
     click(browser, named_like_a_script, OPACITIES, lambda found: [line.index(max(line)) for line in found] == [1, 1])
     after = browser.execute_script(OPACITIES)
-    assert all(value == 1 if i == 1 else value < 0.1 for line in after for i, value in enumerate(line))
+    own = (1, 1 + len(CLIENTS))
+    assert all(value == 1 if i in own else value < 0.1 for line in after for i, value in enumerate(line))
     assert browser.execute_script("return document.getElementById('client').value") == CLIENTS[1]
     sizes = browser.execute_script("return document.querySelector('#strip .plot').data[0].marker.size")
     assert sorted(set(sizes)) == [9, 13] and sizes.count(13) == 2  # of both seeds
@@ -141,7 +143,7 @@ def test_a_dot_of_the_strip_leads_to_its_client(browser: Any, report: str) -> No
     chosen = "return document.getElementById('client').value"
     click(browser, ("#strip .plot", 0, 0, last), chosen, lambda found: found == CLIENTS[last])
     heading = browser.execute_script("return document.querySelector('#clients h3').textContent")
-    assert heading.startswith("fedavg client-7, ")
+    assert heading.startswith("fedavg client-7, ") and heading.endswith(", mean of seeds 0 and 1")
 
 
 def test_pointing_at_a_line_names_the_client_as_it_is_written(browser: Any, report: str) -> None:
@@ -168,6 +170,78 @@ def test_other_data_change_every_plot(browser: Any, report: str) -> None:
     browser.execute_script("document.querySelector('#legend button').click()")
     count = "return document.querySelector('#curves .plot').data.length"
     until(browser, count, lambda found: found == 2)  # one method's line with its band
+
+
+CELLS = (
+    "return [...document.querySelectorAll('#by-client tbody tr')].map((e) => [...e.children].map((c) => c.textContent))"
+)
+HEADS = "return [...document.querySelectorAll('#by-client thead button')].map((e) => e.textContent)"
+
+
+def test_the_table_by_client_is_sorted_by_a_click_and_shows_any_measure(browser: Any, report: str) -> None:
+    sized(browser, 1280)
+    browser.get(report)
+    drawn(browser, 9)
+    heads = browser.execute_script(HEADS)
+    assert heads == [
+        "client", "train samples", "validation samples", "fedavg ↑", "comfedl", "comfedl \u2212 fedavg, points",
+    ]  # fmt: skip
+    rows = browser.execute_script(CELLS)
+    assert sorted(row[0] for row in rows) == sorted(CLIENTS)  # also those that are named like a script
+    assert rows[0][0] == CLIENTS[-1]  # the worst first
+    shown = [float(row[3][:6]) for row in rows]
+    assert shown == sorted(shown)
+    assert all(" to " in row[3] and " to " in row[4] for row in rows)  # intervals
+    for column in (3, 4, 5):  # one bold number a column, and one worst client a method
+        script = f"return document.querySelectorAll('#by-client tr > :nth-child({column + 1}).best').length"
+        assert browser.execute_script(script) == 1
+    assert browser.execute_script("return document.querySelectorAll('#by-client td.worst').length") == 2
+    browser.execute_script("document.querySelectorAll('#by-client thead button')[5].click()")
+    gains = [float(row[5].replace("\u2212", "-")) for row in browser.execute_script(CELLS)]
+    assert gains == sorted(gains, reverse=True)
+    sorted_by = browser.execute_script("return document.querySelector('#by-client [aria-sort]').textContent")
+    assert sorted_by.startswith("comfedl \u2212 fedavg")
+    browser.execute_script("document.querySelectorAll('#by-client thead button')[0].click()")
+    assert [row[0] for row in browser.execute_script(CELLS)] == sorted(CLIENTS, key=CLIENTS.index)
+    measure = (
+        "const select = document.getElementById('measure'); select.value = arguments[0];"
+        "select.dispatchEvent(new Event('change')); return document.getElementById('about-by-client').textContent"
+    )
+    assert browser.execute_script(measure, "loss").startswith("Loss on validation data")
+    assert browser.execute_script(HEADS)[-1] == "comfedl \u2212 fedavg"
+    worst_first = [float(row[3][:6]) for row in browser.execute_script(CELLS)]
+    assert worst_first == sorted(worst_first, reverse=True)
+    assert "Loss" in browser.execute_script("return document.getElementById('about-table').textContent")
+    browser.execute_script("document.querySelectorAll('#by-client tbody button')[0].click()")
+    assert browser.execute_script("return document.getElementById('client').value") == CLIENTS[-1]
+    assert browser.execute_script("return window.broken") is None
+
+
+def test_headline_and_cards_are_about_the_same_seeds(browser: Any, report: str) -> None:
+    sized(browser, 1280)
+    browser.get(report)
+    drawn(browser, 9)
+    headline = browser.execute_script("return document.querySelector('#verdict p').textContent")
+    labels = browser.execute_script(
+        "return [...document.querySelectorAll('#clients h3 small')].map((e) => e.textContent)"
+    )
+    for label, method in zip(labels, ("fedavg", "comfedl"), strict=True):
+        worst = label.removesuffix(", mean of seeds 0 and 1").rpartition(" ")[2]
+        assert f"{worst} with {method}" in headline
+
+
+def test_a_wide_table_says_that_it_scrolls(browser: Any, report: str) -> None:
+    hint = """
+    const box = document.getElementById("by-client").parentElement, hint = box.previousElementSibling;
+    return [box.scrollWidth > box.clientWidth + 1, !hint.hidden && hint.checkVisibility() && hint.textContent];
+    """
+    sized(browser, 390)
+    browser.get(report)
+    drawn(browser, 9)
+    wide, said = browser.execute_script(hint)
+    assert wide and "Scroll sideways" in said
+    sized(browser, 1280)
+    until(browser, hint, lambda found: found == [False, False])
 
 
 def test_the_report_asks_for_nothing(browser: Any, report: str) -> None:

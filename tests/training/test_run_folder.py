@@ -24,6 +24,7 @@ OWN = {
     "config.toml",
     "rounds.jsonl",
     "clients.jsonl",
+    "clients_table.jsonl",
     "summary.json",
     "model.safetensors",
     "personal",

@@ -6,7 +6,7 @@ import pytest
 
 import comfedl as cf
 from comfedl.config.schema import parse_config
-from comfedl.utils.errors import LONGEST, DataError, RunFolderError
+from comfedl.utils.errors import LONGEST, DataError, RunFolderError, nearest
 
 
 @pytest.mark.parametrize("kind", [DataError, RunFolderError])
@@ -23,3 +23,24 @@ def test_a_long_value_does_not_fill_the_screen() -> None:
     with pytest.raises(cf.ConfigError, match=r"seed is .*characters left out") as caught:
         parse_config({"seed": "x" * 100_000, "data": {"name": "digits"}, "algorithm": {"name": "fedavg"}})
     assert len(str(caught.value)) < LONGEST
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("hospital", None),
+        ("device", None),
+        ("learning", None),
+        ("", None),
+        ("Nroth", "north"),
+        ("lr_schedul", "lr_schedule"),
+        ("steps", "local_steps"),
+        ("LOSS", "capital_loss"),
+        ("engin", "engine"),
+        ("some", "same"),
+    ],
+)
+def test_only_what_is_really_near_is_suggested(given: str, meant: str | None) -> None:
+    """A column "hospital" that is missing was taken for a misspelt "capital_loss"."""
+    names = ["age", "capital_loss", "engine", "local_steps", "lr_schedule", "north", "same"]
+    assert (f"did you mean {meant!r}? " if meant else "") + f"Allowed: {', '.join(names)}" == nearest(given, names)

@@ -6,6 +6,7 @@ An algorithm does not depend on the engine. Its server state is a tree of tensor
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -167,6 +168,9 @@ class Algorithm(Aggregation, ABC):
             cls.name = cls.__name__.lower()
         if "elementwise" not in cls.__dict__ and any(step in cls.__dict__ for step in CLIENT_SIDE):
             cls.elementwise = False
+        if cls.__doc__ and Algorithm.__doc__:  # for help(): all arguments, not only its own
+            common = inspect.cleandoc(Algorithm.__doc__).partition("Args:\n")[2]
+            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nArguments of all methods:\n{common}"
 
     def __post_init__(self) -> None:
         checks.positive("lr", self.lr)

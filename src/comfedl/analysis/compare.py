@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
+from comfedl.analysis.client_tables import about_worst_of, client_table, unjudged_in
+from comfedl.analysis.read_runs import read_run
 from comfedl.analysis.stats import difference, standard_error
 from comfedl.config.schema import Config, run_config
 from comfedl.core.client_statistics import Row, smaller_is_better
 from comfedl.training.callbacks import Callback
+from comfedl.training.client_table import MOST_IN_TABLE, ClientTable
 from comfedl.training.progress import Progress
 from comfedl.training.run_folder import check_free, finished_row
 from comfedl.utils import checks
@@ -40,10 +43,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The last row of every run: method -> one row per seed."""
+    """The last row of every run, method -> one row per seed; and the tables by client, if they are at hand."""
 
     rows: Mapping[str, Sequence[Row]]
     split: str
+    tables: Mapping[str, Sequence[ClientTable]] = field(default_factory=dict)
 
     @property
     def metric(self) -> str:
@@ -65,6 +69,10 @@ class Comparison:
             if values:
                 out[column] = _cells(values, -1 if smaller_is_better(self.metric) else 1)
         return out
+
+    def notes(self) -> list[str]:
+        """Which clients cannot be judged, and how sure it is who is worst, in sentences."""
+        return [*unjudged_in(self.tables), *about_worst_of(self.tables, self.split, self.metric)]
 
     def to_csv(self) -> str:
         """One row per method and seed, with all values of the last round."""
@@ -114,6 +122,7 @@ def run_comparison(
     for folder in folders.values():
         check_free(folder, force, resume)
     rows: dict[str, list[Row]] = {name: [] for name in configs}
+    tables: dict[str, list[ClientTable]] = {name: [] for name in configs}
     for i in range(seeds):
         fed = None
         for name, config in configs.items():
@@ -123,11 +132,13 @@ def run_comparison(
                 raise ConfigError(
                     f"split is {split!r}, but it must be train, or validation or test if the data have it."
                 )
+            few = len(fed) <= MOST_IN_TABLE
             done = finished_row(folders[name, i], seeded.resolved()) if resume else None
+            folder, label = folders[name, i], f"{name}, seed {seeded.seed}"
             if done is not None:
                 rows[name].append(done)
+                tables[name] += [client_table(read_run(folder), split)] if few else []
                 continue
-            folder, label = folders[name, i], f"{name}, seed {seeded.seed}"
             if make_callbacks is not None:
                 callbacks = make_callbacks(seeded, label, folder)
             else:
@@ -138,7 +149,8 @@ def run_comparison(
                 error.advice = f"This is {name} with seed {seeded.seed}. {error.advice}"
                 raise
             rows[name].append(result.row)
-    comparison = Comparison(rows, split)
+            tables[name] += [client_table(read_run(folder), split)] if few else []
+    comparison = Comparison(rows, split, tables)
     write_atomic(out / "comparison.csv", comparison.to_csv().encode())
     return comparison
 

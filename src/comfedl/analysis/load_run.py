@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from comfedl.analysis.client_tables import client_table
+from comfedl.analysis.read_runs import read_run
 from comfedl.config.build import without_imports
 from comfedl.config.data_schema import SampleSpec
 from comfedl.config.schema import Config, parse_config
@@ -20,6 +22,7 @@ from comfedl.core.learner import Params
 from comfedl.data.tabular import Encoding
 from comfedl.models.functional import with_tensors
 from comfedl.training import checkpoint
+from comfedl.training.client_table import ClientTable
 from comfedl.training.personal_models import NAMES, PersonalModels, file_name
 from comfedl.training.result import MOST_NAMED
 from comfedl.training.run_folder import recover_replaced
@@ -122,6 +125,10 @@ class SavedRun:
             suggestions = self.clients if len(self.clients) <= MOST_NAMED else []
             raise ConfigError(f"{client!r} is not a client of this run; {nearest(client, suggestions)}.")
         raise RunFolderError(f"{self.path} has no personal models (save_personal = false); leave the client out.")
+
+    def clients_table(self, split: str = "validation") -> ClientTable:
+        """One row per client, as the run recorded it: samples, measures with 95 % intervals, weight."""
+        return client_table(read_run(self.path), split)
 
     @cached_property
     def _personal_files(self) -> frozenset[str]:

@@ -1,7 +1,8 @@
 "use strict";
 (() => {
   let D = JSON.parse(document.getElementById("data").textContent);
-  const state = { split: D.split, personal: D.first === "personal", client: "", seed: null, hidden: new Set() };
+  const ALL = "all"; // seeds
+  const state = { split: D.split, metric: D.metric, personal: D.first === "personal", client: "", seed: ALL, sort: { column: 0, down: null }, hidden: new Set() };
   const byId = (id) => document.getElementById(id);
   const touch = matchMedia("(pointer: coarse)").matches;
 
@@ -23,9 +24,11 @@
     if (value !== 0 && (size < 0.001 || size >= 1e5)) return value.toPrecision(3);
     return size >= 100 ? value.toFixed(1) : value.toFixed(3);
   };
-  const metric = () => (state.personal ? "personal_" : "") + D.metric;
+  const metric = () => (state.personal ? "personal_" : "") + state.metric;
+  const key = () => `${state.split}.${metric()}`;
   const words = (name) => name.replace("personal_", "personal ").replace(/_/g, " ");
-  const smaller = () => D.smaller.includes(D.metric);
+  const smaller = () => D.smaller.includes(state.metric);
+  const listed = (names) => (names.length < 2 ? names.join("") : `${names.slice(0, -1).join(", ")} and ${names[names.length - 1]}`);
 
   const widths = new WeakMap();
   const resized = new ResizeObserver((entries) => {
@@ -103,12 +106,14 @@
   };
   const controls = () => {
     const parts = [], seeds = [...new Set(D.clients.map((one) => one.seed))];
-    if (!seeds.includes(state.seed)) state.seed = seeds.length ? seeds[0] : null;
-    const names = [...new Set(D.clients.filter((one) => one.seed === state.seed).flatMap((one) => one.names))];
+    if (state.seed !== ALL && !seeds.includes(state.seed)) state.seed = ALL;
+    if (!D.metrics.includes(state.metric)) state.metric = D.metric;
+    const names = [...new Set(shownClients().flatMap((one) => one.names))];
     if (!names.includes(state.client)) state.client = "";
-    if (D.splits.length > 1) parts.push(choice("Data", D.splits.map((name) => [name, name]), state.split, (value) => { state.split = value; }));
+    if (D.splits.length > 1) parts.push(choice("Data", D.splits.map((name) => [name, name]), state.split, (value) => { state.split = value; state.sort = { column: 0, down: null }; }));
+    if (D.metrics.length > 1) parts.push(selection("Measure", "measure", D.metrics.map((name) => [name, words(name)]), state.metric, (value) => { state.metric = value; state.sort = { column: 0, down: null }; }));
     if (D.personal) parts.push(choice("Model", [[false, "global"], [true, "personal"]], state.personal, (value) => { state.personal = value; }));
-    if (seeds.length > 1) parts.push(selection("Clients of seed", "seed", seeds.map((seed) => [String(seed), String(seed)]), String(state.seed), (value) => { state.seed = Number(value); }));
+    if (seeds.length > 1) parts.push(selection("Clients of", "seed", [[ALL, "all seeds"], ...seeds.map((seed) => [String(seed), `seed ${seed}`])], String(state.seed), (value) => { state.seed = value === ALL ? ALL : Number(value); }));
     if (names.length) parts.push(selection("Client", "client", [["", "all clients"], ...names.map((name) => [name, clipped(name, 40)])], state.client, (value) => { state.client = value; }));
     const held = document.activeElement && document.activeElement.id;
     byId("controls").replaceChildren(...parts);
@@ -117,7 +122,7 @@
   const isolate = (name) => {
     state.client = state.client === name ? "" : name;
     if (byId("client")) byId("client").value = state.client;
-    clients(); strip(); weights();
+    clients(); strip(); byClient(); weights();
   };
 
   // Curves with bands over seeds.
@@ -154,55 +159,61 @@
     flush(byId("curves"));
   };
 
-  // Clients: one line per client; one of them can be highlighted.
-  const shownClients = () => D.clients.filter((one) => one.seed === state.seed);
+  // Clients: one line per client and seed; one client can be highlighted, otherwise the worst of each seed is.
+  const shownClients = () => D.clients.filter((one) => state.seed === ALL || one.seed === state.seed);
   const last = (line) => { for (let i = line.length - 1; i >= 0; i--) if (line[i] !== null) return line[i]; return null; };
-  const worstOf = (values) => {
+  const worstOf = (ends) => {
     let found = -1;
-    values.forEach((line, i) => {
-      const value = last(line), best = found < 0 ? null : last(values[found]);
-      if (value !== null && (best === null || (smaller() ? value > best : value < best))) found = i;
+    ends.forEach((value, i) => {
+      if (value !== null && (found < 0 || (smaller() ? value > ends[found] : value < ends[found]))) found = i;
     });
     return found;
   };
+  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
   const clients = () => {
-    byId("about-clients").textContent = `The ${words(metric())} of each client on its ${state.split} data; the worst client is highlighted. Hover over a line to see the client's name, click to isolate the client, click again to show all. ${D.sampled.join(" ")}`;
-    const all = shownClients().flatMap((one) => (one.values[`${state.split}.${metric()}`] || []).flat()).filter((value) => value !== null);
+    const several = new Set(shownClients().map((one) => one.seed)).size > 1;
+    byId("about-clients").textContent = `The ${words(metric())} of each client on its ${state.split} data${several ? ", a line for each seed" : ""}; the worst client${several ? " of each seed" : ""} is highlighted. Hover over a line to see the client's name, click to isolate the client, click again to show all. ${D.sampled.join(" ")}`;
+    const all = shownClients().flatMap((one) => (one.values[key()] || []).flat()).filter((value) => value !== null);
     const low = all.reduce((a, b) => Math.min(a, b), Infinity), high = all.reduce((a, b) => Math.max(a, b), -Infinity), room = (high - low) * 0.05 || 0.05;
-    for (const one of shownClients()) {
-      const values = one.values[`${state.split}.${metric()}`] || [], worst = worstOf(values), paint = colour(one.method);
-      const alone = one.names.indexOf(state.client);
-      const traces = values.map((line, i) => {
-        const strong = state.client ? i === alone : i === worst;
-        return { x: one.rounds, y: line, name: escaped(one.names[i]), mode: one.rounds.length > 1 && !(state.client && strong && one.rounds.length < 40) ? "lines" : "lines+markers", marker: { size: 5, color: paint }, line: { color: paint, width: strong ? 2.6 : 1.1 }, opacity: strong ? 1 : state.client ? 0.07 : Math.max(0.22, 0.55 - values.length / 400), hovertemplate: `<b>${escaped(one.names[i])}</b><br>round %{x}: %{y:.4~g}<extra></extra>` };
-      });
-      const strong = state.client ? alone : worst;
-      const label = strong < 0 ? "" : `${state.client ? "" : "worst: "}${clipped(one.names[strong], 28)}, ${number(last(values[strong] || []))}`;
-      const plot = card(byId("clients"), String(one.method), D.methods[one.method].name, label);
-      draw(plot, traces, { xaxis: rounds(one.rounds), yaxis: all.length ? { range: [low - room, high + room] } : {}, height: 300 }, (point) => isolate(one.names[point.curveNumber]));
+    for (const method of new Set(shownClients().map((one) => one.method))) {
+      const runs = shownClients().filter((one) => one.method === method), paint = colour(method), traces = [], who = [], strongEnds = [], strongNames = [];
+      for (const one of runs) {
+        const values = one.values[key()] || [], ends = one.ends[key()] || [], strong = state.client ? one.names.indexOf(state.client) : worstOf(ends);
+        values.forEach((line, i) => {
+          const bold = i === strong, dots = one.rounds.length === 1 || (state.client && bold && one.rounds.length < 40);
+          traces.push({ x: one.rounds, y: line, name: escaped(one.names[i]), mode: dots ? "lines+markers" : "lines", marker: { size: 5, color: paint }, line: { color: paint, width: bold ? 2.6 : 1.1 }, opacity: bold ? 1 : state.client ? 0.07 : Math.max(0.22, 0.55 - values.length / 400), hovertemplate: `<b>${escaped(one.names[i])}</b>${several ? `, seed ${one.seed}` : ""}<br>round %{x}: %{y:.4~g}<extra></extra>` });
+          who.push(one.names[i]);
+        });
+        if (strong >= 0 && ends[strong] !== null && ends[strong] !== undefined) { strongEnds.push(ends[strong]); strongNames.push(one.names[strong]); }
+      }
+      const same = new Set(strongNames).size === 1, name = same ? `${clipped(strongNames[0] || "", 28)}, ` : "", seeds = runs.map((one) => one.seed);
+      const whose = D.methods[method].seeds.length > 1 ? (runs.length > 1 ? `, mean of seeds ${listed(seeds)}` : `, seed ${seeds[0]}`) : "";
+      const label = strongEnds.length ? `${state.client ? "" : same ? "worst: " : "worst client: "}${name}${number(mean(strongEnds))}${whose}` : "";
+      const rounded = runs.reduce((most, one) => (one.rounds.length > most.length ? one.rounds : most), []);
+      const plot = card(byId("clients"), String(method), D.methods[method].name, label);
+      draw(plot, traces, { xaxis: rounds(rounded), yaxis: all.length ? { range: [low - room, high + room] } : {}, height: 300 }, (point) => isolate(who[point.curveNumber]));
     }
     flush(byId("clients"));
   };
 
   // Final values: one dot per client, one row per method.
   const strip = () => {
-    const key = `${state.split}.${metric()}`, rows = D.methods.length, traces = [], annotations = [];
+    const rows = D.methods.length, traces = [], annotations = [], several = new Set(shownClients().map((one) => one.seed)).size > 1;
     byId("head-strip").textContent = `${words(metric())[0].toUpperCase()}${words(metric()).slice(1)} at the end, per client`;
-    byId("about-strip").textContent = `Each dot is a client${D.methods.some((method) => method.seeds.length > 1) ? " under one seed" : ""} on its ${state.split} data; the vertical line is the mean of the row. Click a dot to highlight this client in all plots.`;
+    byId("about-strip").textContent = `Each dot is a client${several ? " under one seed" : ""} on its ${state.split} data; the vertical line is the mean of the row. Click a dot to highlight this client in all plots.`;
     D.methods.forEach((method, i) => {
       const x = [], y = [], who = [], names = [], on = [];
-      for (const one of D.clients.filter((each) => each.method === i)) {
-        (one.values[key] || []).forEach((line, k) => {
-          const value = last(line);
+      for (const one of shownClients().filter((each) => each.method === i)) {
+        (one.ends[key()] || []).forEach((value, k) => {
           if (value === null) return;
           x.push(value); y.push(rows - 1 - i + (((k * 0.618 + one.seed * 0.37) % 1) - 0.5) * 0.36);
           names.push(one.names[k]); who.push(`<b>${escaped(one.names[k])}</b>, seed ${one.seed}`);
           on.push(!state.client || one.names[k] === state.client);
         });
       }
-      const mean = x.reduce((sum, value) => sum + value, 0) / x.length;
+      const middle = mean(x);
       traces.push({ x, y, customdata: names.map((name, k) => [name, who[k]]), mode: "markers", name: escaped(method.name), marker: { color: colour(i), size: on.map((yes) => (state.client && yes ? 13 : 9)), opacity: on.map((yes) => (yes ? (state.client ? 1 : 0.6) : 0.1)), line: { width: 1, color: css("--card") } }, hovertemplate: "%{customdata[1]}<br>%{x:.4~g}<extra></extra>" });
-      if (x.length) traces.push({ x: [mean, mean], y: [rows - 1 - i - 0.24, rows - 1 - i + 0.24], mode: "lines", line: { color: css("--ink"), width: 2 }, hovertemplate: "mean %{x:.4~g}<extra></extra>", name: "mean" });
+      if (x.length) traces.push({ x: [middle, middle], y: [rows - 1 - i - 0.24, rows - 1 - i + 0.24], mode: "lines", line: { color: css("--ink"), width: 2 }, hovertemplate: "mean %{x:.4~g}<extra></extra>", name: "mean" });
       annotations.push({ x: 0, xref: "paper", xanchor: "left", y: rows - 1 - i + 0.29, yanchor: "bottom", text: escaped(clipped(method.name, 44)), showarrow: false, font: { size: 13, color: css("--ink") } });
     });
     const plot = card(byId("strip"), "strip", "", "");
@@ -210,9 +221,99 @@
     flush(byId("strip"));
   };
 
+  // The table by client: a column per method and one for its difference from the method that others are compared with.
+  const signed = (value, points) => {
+    if (value === null) return "–";
+    const text = points ? (100 * value).toFixed(1) : number(Math.abs(value) < 5e-4 ? 0 : value);
+    return value > 0 && Number(text) !== 0 ? `+${text}` : text.replace("-", "−");
+  };
+  const byClientColumns = (view) => {
+    const B = D.byClient, first = view.methods.find((one) => one.method === B.baseline), points = B.shares.includes(state.metric), columns = [];
+    const better = (a, b) => (smaller() ? a < b : a > b);
+    for (const split of [...new Set(["train", state.split])]) {
+      if (view.samples[split]) columns.push({ head: `${split} samples`, values: view.samples[split], text: (k) => (view.samples[split][k] === null ? "–" : view.samples[split][k].toLocaleString("en")) });
+    }
+    for (const one of view.methods) {
+      const values = one.values[key()] || [], low = one.low[key()] || [], high = one.high[key()] || [];
+      columns.push({ head: B.methods[one.method], values, low, high, better, marksWorst: true, text: (k) => number(values[k]) });
+      if (!first || one === first || !(first.values[key()] || []).length) continue;
+      const change = values.map((value, k) => (value === null || first.values[key()][k] === null ? null : value - first.values[key()][k]));
+      columns.push({ head: `${B.methods[one.method]} − ${B.methods[first.method]}${points ? ", points" : ""}`, values: change, better, text: (k) => signed(change[k], points) });
+    }
+    return columns;
+  };
+  const extreme = (column, wins) => column.values.reduce((found, value, k) => (value !== null && (found < 0 || wins(value, column.values[found])) ? k : found), -1);
+  const byClient = () => {
+    const B = D.byClient, view = B.views.find((one) => one.seed === (state.seed === ALL ? null : state.seed)) || B.views[0];
+    const columns = byClientColumns(view), valued = columns.findIndex((column) => column.marksWorst);
+    byId("section-by-client").hidden = !B.names.length || valued < 0;
+    if (state.sort.down === null) state.sort = { column: valued + 1, down: smaller() }; // the worst first
+    const { column, down } = state.sort, order = B.names.map((_, k) => k);
+    const sorted = column ? (columns[column - 1] || columns[valued]).values : null;
+    if (sorted) order.sort((a, b) => (sorted[a] === null) - (sorted[b] === null) || (down ? sorted[b] - sorted[a] : sorted[a] - sorted[b]) || a - b);
+    else if (down) order.reverse();
+    const means = view.seed === null && view.label ? ` Values are ${view.label}, and so are the bounds of the intervals.` : view.label ? ` Values of ${view.label}.` : "";
+    const ranges = columns.some((one) => one.low && one.low.some((value) => value !== null)) ? ` Below a value is its 95 % confidence interval (${B.intervals[key()]}), which reflects only the client's number of samples.` : "";
+    byId("about-by-client").textContent = `${words(metric())[0].toUpperCase()}${words(metric()).slice(1)} on ${state.split} data, of the final models (after the last evaluated round, or the best by early stopping).${ranges}${means} The best of a column is bold, the worst client highlighted. Click on a heading to sort, or on a name to single out the client in all plots.`;
+    const head = element("thead"), body = element("tbody");
+    head.append(row(["client", ...columns.map((one) => one.head)].map((name, i) => {
+      const cell = element("th", undefined, { scope: "col" }), button = element("button", `${name}${i === column ? (down ? " ↓" : " ↑") : ""}`, { type: "button" });
+      if (i === column) cell.setAttribute("aria-sort", down ? "descending" : "ascending");
+      button.addEventListener("click", () => {
+        state.sort = { column: i, down: i === column ? !down : i > 0 };
+        byClient();
+        byId("by-client").querySelectorAll("thead button")[i].focus();
+      });
+      cell.append(button);
+      return cell;
+    })));
+    const best = columns.map((one) => (one.better ? extreme(one, one.better) : -1));
+    const worst = columns.map((one) => (one.marksWorst ? extreme(one, (a, b) => one.better(b, a)) : -1));
+    for (const k of order) {
+      const name = element("th", undefined, { scope: "row" }), button = element("button", B.names[k], { type: "button" });
+      button.addEventListener("click", () => isolate(B.names[k]));
+      name.append(button);
+      const line = row([name, ...columns.map((one, i) => {
+        const kinds = [...(best[i] === k ? ["best"] : []), ...(worst[i] === k ? ["worst"] : [])].join(" ");
+        const cell = element("td", one.text(k), kinds ? { class: kinds } : {});
+        if (one.low && one.low[k] !== null && one.low[k] !== undefined) cell.append(element("small", `${number(one.low[k])} to ${number(one.high[k])}`, { class: "range" }));
+        return cell;
+      })]);
+      if (B.names[k] === state.client) line.className = "chosen";
+      body.append(line);
+    }
+    byId("by-client").replaceChildren(head, body);
+    hints();
+  };
+  // Where a table is wider than its box, a line above it says so: touch screens hide the scroll bar.
+  const hints = () => {
+    for (const box of document.querySelectorAll(".scroll")) {
+      let hint = box.previousElementSibling;
+      if (!hint || !hint.classList.contains("swipe")) {
+        hint = element("p", "Scroll sideways to see all columns →", { class: "swipe" });
+        box.before(hint);
+      }
+      hint.hidden = box.scrollWidth <= box.clientWidth + 1;
+    }
+  };
+  addEventListener("resize", hints);
+  byId("shared").addEventListener("toggle", hints);
+
   // Weights: one row per client, one column per evaluated round; one colour scale for all methods.
+  const weighed = () => {
+    const out = [];
+    for (const method of new Set(shownClients().map((one) => one.method))) {
+      const runs = shownClients().filter((one) => one.method === method && one.weights && one.names.length);
+      if (!runs.length) continue;
+      const alike = runs.every((one) => one.names.join("\n") === runs[0].names.join("\n") && one.rounds.join() === runs[0].rounds.join());
+      const used = alike ? runs : runs.slice(0, 1), whose = D.methods[method].seeds.length > 1 ? (used.length > 1 ? `mean of seeds ${listed(used.map((one) => one.seed))}` : `seed ${used[0].seed}`) : "";
+      const averaged = runs[0].weights.map((line, i) => line.map((_, j) => { const all = used.map((one) => one.weights[i][j]).filter((value) => value !== null); return all.length ? mean(all) : null; }));
+      out.push({ ...runs[0], weights: averaged, whose });
+    }
+    return out;
+  };
   const weights = () => {
-    const found = shownClients().filter((one) => one.weights && one.names.length);
+    const found = weighed();
     byId("section-weights").hidden = !found.length;
     const partial = found.some((one) => one.partial);
     byId("about-weights").textContent = `The weight r of each client per round; weights sum to 1${partial ? " (with partial participation: the weight that a client would have among all)" : ""}. Robust methods shift weight to clients with a larger loss.`;
@@ -222,7 +323,7 @@
       const ticks = places.filter((i) => i % step === 0), alone = one.names.indexOf(state.client);
       const trace = { type: "heatmap", x: one.rounds.map(String), y: places, z: one.weights, zmin: 0, zmax: top || 1, customdata: one.names.map((name) => one.rounds.map(() => escaped(name))), colorscale: [[0, css("--card")], [0.5, faded(colour(one.method), 0.55)], [1, colour(one.method)]], hovertemplate: "<b>%{customdata}</b><br>round %{x}: r = %{z:.4~g}<extra></extra>", colorbar: { thickness: 8, outlinewidth: 0, len: 1, x: 1.01, xpad: 4, nticks: 4 } };
       const shapes = alone < 0 ? [] : [{ type: "rect", xref: "paper", x0: 0, x1: 1, y0: alone - 0.5, y1: alone + 0.5, line: { color: css("--ink"), width: 2 } }];
-      const plot = card(byId("weights"), String(one.method), D.methods[one.method].name, alone < 0 ? "" : `${clipped(state.client, 28)}, ${number(last(one.weights[alone]))} at the end`);
+      const plot = card(byId("weights"), String(one.method), D.methods[one.method].name, [...(alone < 0 ? [] : [`${clipped(state.client, 28)}, ${number(last(one.weights[alone]))} at the end`]), ...(one.whose ? [one.whose] : [])].join(", "));
       draw(plot, [trace], { shapes, height: Math.max(190, Math.min(560, 15 * n + 80)), margin: { l: 30, r: 6, t: 10, b: 44 }, xaxis: { title: { text: "round" }, nticks: 8, type: "category" }, yaxis: { autorange: "reversed", tickmode: "array", tickvals: ticks, ticktext: ticks.map((i) => escaped(clipped(one.names[i], 16))), showgrid: false } }, (point) => isolate(one.names[point.y]));
     }
     flush(byId("weights"));
@@ -231,8 +332,8 @@
   // Tables.
   const row = (cells) => { const made = element("tr"); made.append(...cells); return made; };
   const tables = () => {
-    const table = D.table, several = D.methods.length > 1, seeds = table.rows.some((one) => one.seeds > 1);
-    byId("about-table").textContent = `${table.about[0].toUpperCase()}${table.about.slice(1)} after the last evaluated round; every client counts equally.${seeds ? " Means over seeds; ± is the standard error." : ""}${several ? ` The best of a column is bold${seeds ? "; ~ within noise of it (two standard errors)" : ""}.` : ""}`;
+    const table = D.tables[`${state.split}.${state.metric}`] || D.table, several = table.rows.length > 1, seeds = table.rows.some((one) => one.seeds > 1);
+    byId("about-table").textContent = `${table.about[0].toUpperCase()}${table.about.slice(1)}, of the final models; every client counts equally.${seeds ? " Means over seeds; ± is the standard error." : ""}${several ? ` The best of a column is bold${seeds ? "; ~ within noise of it (two standard errors)" : ""}.` : ""}`;
     const head = element("thead"), body = element("tbody");
     head.append(row(["method", ...table.columns].map((name) => element("th", name, { scope: "col" }))));
     for (const one of table.rows) {
@@ -254,19 +355,21 @@
       for (const one of [...more, ...rows]) lines.append(row([element("th", one.key, { scope: "row" }), ...one.values.map((value) => element("td", value))]));
       return [heads, lines];
     };
-    byId("about-configs").textContent = differ.length ? "Settings that differ between the runs." : several ? "The runs have the same settings." : "";
+    byId("about-configs").textContent = differ.length ? "Settings that differ between the runs." : names.length > 1 ? "The runs have the same settings." : "";
     byId("differ").parentElement.hidden = !differ.length;
     byId("differ").replaceChildren(...listed(differ));
     byId("shared").querySelector("summary").textContent = names.length > 1 ? `${same.length} shared settings, and the seeds` : `All ${same.length} settings`;
     byId("same").replaceChildren(...listed(same, [{ key: "seeds", values: D.configs.seeds }]));
     byId("notes").replaceChildren(...D.notes.map((note) => element("li", note)));
+    byId("about-personal").hidden = !D.personal;
+    hints();
   };
 
   const drawAll = () => {
     const waiting = Boolean(D.waiting);
-    for (const part of document.querySelectorAll("section, #controls")) part.hidden = waiting;
+    for (const part of document.querySelectorAll("section, #controls, #about-personal")) part.hidden = waiting;
     if (waiting) return;
-    controls(); legend(); curves(); clients(); strip(); weights(); tables();
+    controls(); legend(); curves(); clients(); strip(); byClient(); weights(); tables();
   };
   const show = (next) => {
     D = next;

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from comfedl.core.client_statistics import Row
 from comfedl.models.metrics import set_direction
+from comfedl.training.run_folder import TABLE
 from comfedl.utils.errors import ConfigError, RunFolderError
 from comfedl.utils.read_back import parse_row, read_lines, read_object, read_rows, read_toml, unreadable
 from comfedl.utils.toml import flat
@@ -66,6 +67,11 @@ class Run:
             last = max((row["round"] for row in self.client_rows), default=0)  # type: ignore[type-var]
             return [row for row in self.client_rows if row["round"] == last]
         return last_rows(self.folder / "clients.jsonl")
+
+    def table_rows(self) -> list[Row]:
+        """The numbers of samples, and the bounds of the scores, of every client; empty if they were not recorded."""
+        path = None if self.folder is None else self.folder / TABLE
+        return list(read_rows(path)) if path is not None and path.exists() else []
 
     def client_records(self, names: Sequence[str], rounds: Collection[int]) -> ClientRecords:
         """The records of these clients in these rounds."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from comfedl.analysis.read_runs import Method, Run
+from comfedl.analysis.report_clients import Finals, about_clients, by_client, final_rows
 from comfedl.analysis.stats import MetricChoice, choose_metric, difference, standard_error
 from comfedl.analysis.summary_text import verdict
 from comfedl.core.client_statistics import Row, smaller_is_better
@@ -39,10 +40,13 @@ def report_contents(
     methods = [method for method in methods if any(run.rounds for run in method.runs)] or list(methods)
     options = options or ReportOptions()
     choice = choose_metric(methods, options.split, options.metric)
-    clients, sampling = _clients(methods, choice)
+    finals = final_rows(methods)
+    clients, sampling = _clients(methods, choice, finals)
+    first = next((rows for rows in finals.values() if rows), [])
+    names = _select_clients(first, choice, MAX_CLIENTS)
     return {
         "title": joined([method.name for method in methods]),
-        "verdict": [*verdict(methods, choice), *options.cautions],
+        "verdict": [*verdict(methods, choice, about_clients(methods, choice, finals)), *options.cautions],
         "notes": list(notes),
         "sampled": sampling,
         "splits": list(choice.splits),
@@ -55,6 +59,12 @@ def report_contents(
         "methods": [_method(method, choice) for method in methods],
         "clients": clients,
         "table": table(methods, choice),
+        "tables": {
+            f"{split}.{metric}": table(methods, replace(choice, split=split, metric=metric))
+            for split in choice.splits
+            for metric in choice.metrics
+        },
+        "byClient": by_client(methods, choice, finals, names),
         "configs": configs(methods),
         "done": all(run.done for method in methods for run in method.runs),
     }
@@ -117,14 +127,14 @@ def _thinned(rounds: Sequence[int], limit: int = MAX_ROUNDS) -> list[int]:
 # Clients.
 
 
-def _clients(methods: Sequence[Method], choice: MetricChoice) -> tuple[list[dict[str, Any]], list[str]]:
+def _clients(methods: Sequence[Method], choice: MetricChoice, finals: Finals) -> tuple[list[dict[str, Any]], list[str]]:
     """The client curves of every run (or of each method's first run, if all are too many), and notes on sampling."""
     notes, out = [], []
-    runs = [(i, run, run.final_client_rows()) for i, method in enumerate(methods) for run in method.runs]
+    runs = [(i, run, finals[i, run.seed]) for i, method in enumerate(methods) for run in method.runs]
     rounds_left = MAX_CLIENT_VALUES / max(1, sum(_width(rows) * min(len(rows), MAX_CLIENTS) for _, _, rows in runs))
     if rounds_left < MIN_ROUNDS and any(len(method.runs) > 1 for method in methods):
         runs = [(i, run, rows) for i, run, rows in runs if run is methods[i].runs[0]]
-        notes.append("Clients are shown for each method's first seed; the curves and the table cover all seeds.")
+        notes.append("The plots by client show each method's first seed; the curves and the tables cover all seeds.")
     budget = MAX_CLIENT_VALUES / max(1, sum(_width(rows) for _, _, rows in runs))  # clients times rounds
     max_clients = int(min(MAX_CLIENTS, max(30, budget / MIN_ROUNDS)))
     largest = max((min(len(rows), max_clients) for _, _, rows in runs), default=0)
@@ -135,9 +145,12 @@ def _clients(methods: Sequence[Method], choice: MetricChoice) -> tuple[list[dict
             third = len(names) // 3
             notes.append(
                 f"Of {len(rows):,} clients, {len(names)} are shown individually: the worst {third}, the best {third} "
-                "and a sample of the others. The curves and the table cover all."
+                "and a sample of the others. The curves and the table of methods cover all."
             )
-        out.append({"method": i, "seed": run.seed, **_client_curves(run, names, max_rounds)})
+        curves = _client_curves(run, names, max_rounds)
+        final = {str(row["client"]): row for row in rows}
+        ends = {key: [_rounded(_float(final[name].get(key))) for name in names] for key in curves["values"]}
+        out.append({"method": i, "seed": run.seed, **curves, "ends": ends})
     return out, list(dict.fromkeys(notes))
 
 
@@ -196,33 +209,34 @@ STATISTICS = {"average": "mean", "worst": "worst", "worst 10 %": "worst10", "std
 
 def table(methods: Sequence[Method], choice: MetricChoice) -> dict[str, Any]:
     """One row per method, and one for its personal models: means over seeds with standard errors."""
-    costs = [
+    kinds = [(method, prefix) for method in methods for prefix in choice.prefixes]
+    columns = [
+        _column(
+            {
+                (method.name, prefix): method.final_values(f"{choice.split}.{prefix}{choice.base_metric}.{statistic}")
+                for method, prefix in kinds
+            },
+            statistic == "std" or smaller_is_better(choice.metric),
+        )
+        for statistic in STATISTICS.values()
+    ]
+    costs: list[dict[str, Mapping[int, float]]] = [
         {method.name: method.final_values("effective_clients") for method in methods},
         {method.name: _traffic(method) for method in methods},
         {m.name: {run.seed: run.seconds for run in m.runs if run.seconds is not None} for m in methods},
     ]
-    rows: dict[str, list[dict[str, Any]]] = {method.name: [] for method in methods}
-    for prefix in choice.prefixes:
-        key = f"{choice.split}.{prefix}{choice.base_metric}"
-        columns = [
-            _column({m.name: m.final_values(f"{key}.{statistic}") for m in methods}, smaller)
-            for statistic in STATISTICS.values()
-            for smaller in [statistic == "std" or smaller_is_better(choice.metric)]
-        ]
-        columns += [_column(cost if not prefix else {}, None) for cost in costs]
-        for method in methods:
-            cells = [column.get(method.name) for column in columns]
-            if any(cell is not None and cell["value"] is not None for cell in cells):
-                rows[method.name].append(
-                    {"name": method.name, "personal": bool(prefix), "seeds": len(method.runs), "cells": cells}
-                )
-    all_rows = [row for own in rows.values() for row in own]
+    columns += [_column({(name, ""): found for name, found in cost.items()}, None) for cost in costs]
+    rows: list[dict[str, Any]] = []
+    for method, prefix in kinds:
+        cells = [column.get((method.name, prefix)) for column in columns]
+        if any(cell is not None and cell["value"] is not None for cell in cells):
+            rows.append({"name": method.name, "personal": bool(prefix), "seeds": len(method.runs), "cells": cells})
     heads = [*STATISTICS, "effective clients", "traffic, MB", "time, s"]
-    used = [i for i in range(len(heads)) if any((row["cells"][i] or {}).get("value") is not None for row in all_rows)]
+    used = [i for i in range(len(heads)) if any((row["cells"][i] or {}).get("value") is not None for row in rows)]
     return {
         "about": f"{choice.base_metric} on {choice.split} data",
         "columns": [heads[i] for i in used],
-        "rows": [{**row, "cells": [row["cells"][i] for i in used]} for row in all_rows],
+        "rows": [{**row, "cells": [row["cells"][i] for i in used]} for row in rows],
     }
 
 
@@ -231,8 +245,10 @@ def _traffic(method: Method) -> dict[int, float]:
     return {seed: (up[seed] + down[seed]) / 1e6 for seed in up if seed in down}
 
 
-def _column(values: Mapping[str, Mapping[int, float]], smaller: bool | None) -> dict[str, dict[str, Any]]:
-    """One cell per method; unless ``smaller`` is None, marks the best and what is within noise of it."""
+def _column(
+    values: Mapping[tuple[str, str], Mapping[int, float]], smaller: bool | None
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """One cell per row; unless ``smaller`` is None, marks the best of all and what is within noise of it."""
     means = {name: float(np.mean([*by_seed.values()])) for name, by_seed in values.items() if by_seed}
     best = None
     if smaller is not None and len(means) > 1:

@@ -45,6 +45,12 @@ def _first_seeds(shown: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(first.values())
 
 
+def _title(shown: Mapping[str, Any], clients: Mapping[str, Any]) -> str:
+    """The method, and of several seeds the one that is shown."""
+    method = shown["methods"][clients["method"]]
+    return _escaped(method["name"]) + (f", seed {clients['seed']}" if len(method["seeds"]) > 1 else "")
+
+
 def _array(values: Sequence[Any]) -> np.ndarray:
     return np.array(values, dtype=np.float64)  # None becomes NaN
 
@@ -88,16 +94,17 @@ def _clients(shown: Mapping[str, Any]) -> bytes:
     figure, axes = _panels(1, len(panels))
     sign = -1 if shown["metric"] in shown["smaller"] else 1
     for i, (ax, clients) in enumerate(zip(axes, panels, strict=True)):
-        lines = _array(clients["values"].get(f"{shown['split']}.{shown['metric']}", []))
+        key = f"{shown['split']}.{shown['metric']}"
+        lines, ends = _array(clients["values"].get(key, [])), _array(clients["ends"].get(key, []))
         colour = _colour(clients["method"])
         if lines.size:
-            worst = int(np.argmin(np.nan_to_num(sign * lines[:, -1], nan=np.inf)))
+            worst = int(np.argmin(np.nan_to_num(sign * ends, nan=np.inf)))
             for k, line in enumerate(lines):
                 strong = k == worst
                 ax.plot(clients["rounds"], line, color=colour, lw=2 if strong else 0.8, alpha=1 if strong else 0.35)
             name, end = _escaped(clients["names"][worst]), (clients["rounds"][-1], lines[worst, -1])
             ax.annotate(name, end, (0, -4), textcoords="offset points", ha="right", va="top")
-        ax.set_title(_escaped(shown["methods"][clients["method"]]["name"]), loc="left", fontsize="medium")
+        ax.set_title(_title(shown, clients), loc="left", fontsize="medium")
         ax.set_xlabel("round")
         if i:
             ax.sharey(axes[0])
@@ -110,11 +117,11 @@ def _final(shown: Mapping[str, Any]) -> bytes:
     rows = len(shown["methods"])
     figure, (ax,) = _panels(1, 1, 0.7 * rows + 0.9)
     for clients in shown["clients"]:
-        lines = _array(clients["values"].get(f"{shown['split']}.{shown['metric']}", []))
-        if lines.size:
-            jitter = ((np.arange(len(lines)) * 0.618 + clients["seed"] * 0.37) % 1 - 0.5) * 0.5
+        ends = _array(clients["ends"].get(f"{shown['split']}.{shown['metric']}", []))
+        if ends.size:
+            jitter = ((np.arange(len(ends)) * 0.618 + clients["seed"] * 0.37) % 1 - 0.5) * 0.5
             y = rows - 1 - clients["method"] + jitter
-            ax.plot(lines[:, -1], y, "o", ms=4, alpha=0.55, mew=0, color=_colour(clients["method"]))
+            ax.plot(ends, y, "o", ms=4, alpha=0.55, mew=0, color=_colour(clients["method"]))
     ax.set_yticks(range(rows), [_escaped(method["name"]) for method in reversed(shown["methods"])])
     ax.set_ylim(-0.6, rows - 0.4)
     ax.set_xlabel(f"final {shown['split']} {_escaped(shown['metric'])} per client")
@@ -134,6 +141,6 @@ def _weights(shown: Mapping[str, Any]) -> bytes:
         ax.set_yticks(range(0, len(names), y_step), names[::y_step], fontsize="x-small")
         ax.set_xticks(range(0, len(clients["rounds"]), x_step), clients["rounds"][::x_step])
         ax.set_xlabel("round")
-        ax.set_title(_escaped(shown["methods"][clients["method"]]["name"]), loc="left", fontsize="medium")
+        ax.set_title(_title(shown, clients), loc="left", fontsize="medium")
     figure.colorbar(image, ax=axes, label="weight r per client", fraction=0.05)
     return _png(figure)

@@ -14,14 +14,15 @@ MUST_MATCH = ("data", "model", "rounds", "clients_per_round", "eval_clients", "l
 STATISTICS = {"worst client": "worst", "average client": "mean"}
 
 
-def verdict(methods: Sequence[Method], choice: MetricChoice) -> list[str]:
-    """One sentence per method compared with FedAvg (or else with the first method), then the cautions."""
+def verdict(methods: Sequence[Method], choice: MetricChoice, about_clients: Sequence[str] = ()) -> list[str]:
+    """One sentence per method compared with FedAvg (or else with the first method), what is to be said of single
+    clients, then the cautions."""
     base = next((method for method in methods if _algorithm(method) == "fedavg"), methods[0])
     others = [method for method in methods if method is not base]
     said = [_compared(base, other, choice) for other in others[:MAX_SENTENCES]] if others else [_alone(base, choice)]
     if len(others) > MAX_SENTENCES:
         said.append(f"The table has {len(others) - MAX_SENTENCES} more.")
-    return [*said, *cautions(methods)]
+    return [*said, *about_clients, *cautions(methods)]
 
 
 def _algorithm(method: Method) -> str:
@@ -37,7 +38,10 @@ def _alone(method: Method, choice: MetricChoice) -> str:
     if not worst or not mean:
         return f"{method.name} has no {choice.split} {choice.label}."
     worst_mean, mean_mean = _format(fmean(worst.values())), _format(fmean(mean.values()))
-    return f"{_metric(choice)} with {method.name}: {mean_mean} for the average client, {worst_mean} for the worst."
+    seeds = f" (means over {len(worst)} seeds)" if len(worst) > 1 else ""
+    return (
+        f"{_metric(choice)} with {method.name}: {mean_mean} for the average client, {worst_mean} for the worst{seeds}."
+    )
 
 
 def _compared(base: Method, other: Method, choice: MetricChoice) -> str:

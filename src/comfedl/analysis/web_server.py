@@ -21,7 +21,7 @@ from comfedl.utils.errors import ComfedlError, ConfigError
 
 MAX_CONNECTIONS = 32  # at once; a browser needs one or two
 PATIENCE = 10.0  # seconds to wait for the rest of a request
-WATCHED_FILES = ("config.toml", "rounds.jsonl", "clients.jsonl", "summary.json")
+WATCHED_FILES = ("config.toml", "rounds.jsonl", "clients.jsonl", "clients_table.jsonl", "summary.json")
 
 
 class LiveContents:

@@ -36,9 +36,9 @@ def advise(
         typer.echo("All clients have the same loss, so every gamma gives uniform weights; use a larger --warmup.")
     else:
         typer.echo(
-            "noise: variance of the weighted mean of client gradients, relative to the plain mean; when noise limits "
-            "convergence, expect about this factor more rounds.\n"
-            "These weights are for the losses as they are now; Robust's shrink as the losses come together."
+            "noise factor: the variance of the weighted mean of the clients' gradients, relative to that of the plain "
+            "mean; when noise limits convergence, expect about this factor more rounds.\n"
+            "These weights are for the losses as they are now; Robust's become more even as the losses come together."
         )
     if png is not None:
         with readable(png):
@@ -53,13 +53,14 @@ def _verdict(advice: Advice) -> str:
     worst = max(advice.fits, key=lambda fit: fit.loss)
     if not advice.outvoted:
         return (
-            f"Nobody is outvoted: a fit of its own does not lower the loss of {worst.client}, the worst client, by "
-            f"{FALL:.0%}. Its task is hard or its data are few; expect little from robust weights."
+            f"No client is outvoted: fine-tuning on its own data lowers the loss of {worst.client}, the worst client, "
+            f"by less than {FALL:.0%}. Its task is hard or its data are few; expect little from robust weights."
         )
     names = ", ".join(fit.client for fit in advice.outvoted[:5])
     rest = len(advice.outvoted) - 5
-    its, it = ("its", "it") if len(advice.outvoted) == 1 else ("their", "them")
+    one = len(advice.outvoted) == 1
+    whose = "its own data serves it" if one else "their own data serves each of them"
     return (
-        f"Outvoted: {names}{f' and {rest} more' if rest > 0 else ''}. A fit of {its} own serves {it} better than the "
-        "average does, so more weight can, too: try the method robust."
+        f"Outvoted: {names}{f' and {rest} more' if rest > 0 else ''}. A model fine-tuned on {whose} better than the "
+        "averaged model, so more weight can help as well: try the method robust."
     )

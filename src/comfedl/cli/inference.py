@@ -71,9 +71,11 @@ def evaluate(
         _check_writable(out, force)
     scores = make_scores(_load(run, trust), split, data)
     print_table(show_scores(scores))
+    for sentence in scores.table.notes():
+        typer.echo(sentence)
     if out is not None:
         with readable(out):
-            write_atomic(out, rows_to_csv(scores.rows).encode())
+            write_atomic(out, rows_to_csv(scores.table.rows).encode())
         typer.echo(f"Written to {out}")
 
 

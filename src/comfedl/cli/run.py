@@ -74,8 +74,8 @@ def run(
         sys.exit(130)
     if log != "json":
         print_table(show_summary(result.summary(), parsed.algorithm.name))
-        if result.stopped is not None:
-            typer.echo(result.stopped)
+        for sentence in [*result.notes(), *([] if result.stopped is None else [result.stopped])]:
+            typer.echo(sentence)
         typer.echo(f"Written to {folder}")
 
 
@@ -119,7 +119,8 @@ def compare(
     if not json_only:
         table, note = show_comparison(comparison)
         print_table(table)
-        typer.echo(note)
+        for sentence in [note, *comparison.notes()]:
+            typer.echo(sentence)
         typer.echo(f"Written to {out}")
     report = offer_report([out / name for name in names], out / "report.html", ReportOptions(split))
     typer.echo(report, err=json_only)

@@ -17,6 +17,7 @@ from comfedl.analysis.compare import Cell, Comparison
 from comfedl.analysis.evaluate import ClientScores
 from comfedl.analysis.personalize import Personalized
 from comfedl.analysis.robust_advice import Advice
+from comfedl.core.client_statistics import Row
 from comfedl.core.optim import CLIENT_OPTIMIZERS, OPTIMIZERS, SERVER_OPTIMIZERS
 from comfedl.core.outer_functions import OUTERS
 from comfedl.core.schedule import SCHEDULES
@@ -26,6 +27,7 @@ from comfedl.data.registry import SOURCES, is_cached
 from comfedl.models.losses import LOSSES, OWN_LOSSES, TASKS
 from comfedl.models.metrics import METRICS, names_for
 from comfedl.models.zoo import MODELS
+from comfedl.training.client_table import ClientTable, number
 from comfedl.training.result import Result
 from comfedl.tuning.search import Tuned
 
@@ -164,7 +166,7 @@ def show_summary(summary: Mapping[str, Any], title: str) -> Table:
     for split in ("train", "validation", "test"):
         for metric, values in summary.get(split, {}).items():
             cells = (_format(values[name]) for name in ("mean", "worst", "worst10", "std"))
-            table.add_row(f"{split} {metric}", *cells)
+            table.add_row(f"{split} {metric.replace('_', ' ')}", *cells)
     table.add_row("objective", _format(summary["objective"]))
     return table
 
@@ -238,19 +240,25 @@ def _format_param(value: object) -> str:
 
 
 def show_scores(scores: ClientScores) -> Table:
-    """The scores per client, and their summary over clients."""
-    keys = list(dict.fromkeys(key for row in scores.rows for key in row if key not in ("client", "samples")))
-    table = _table(
-        f"Scores on {scores.split}", "client", "samples", *(key.replace("personal_", "personal ") for key in keys)
-    )
-    for row in scores.rows:
-        values = (row.get(key) for key in keys)
-        cells = ("-" if value is None else _format(float(value)) for value in values)
+    """The scores per client with their 95 % intervals, and their summary over clients."""
+    found = scores.table
+    table = _table(f"Scores on {scores.split}", "client", "samples", *(key.replace("_", " ") for key in found.scores))
+    for row in found:
+        cells = (_score(found, row, key) for key in found.scores)
         table.add_row(escape(str(row["client"])), str(row["samples"]), *cells)
     table.add_section()
     for statistic, label in (("mean", "average client"), ("worst", "worst client")):
-        table.add_row(label, "", *(_format(scores.summary[f"{key}.{statistic}"]) for key in keys))
+        table.add_row(label, "", *(_format(scores.summary[f"{key}.{statistic}"]) for key in found.scores))
+    how = "; ".join(f"{key.replace('_', ' ')}: {method}" for key, method in found.methods.items())
+    table.caption = f"In brackets: 95 % confidence intervals ({how})." if how else None
     return table
+
+
+def _score(table: ClientTable, row: Row, key: str) -> str:
+    value, bounds = row.get(key), table.interval(row, key)
+    if not isinstance(value, int | float):
+        return "-"
+    return _format(float(value)) + ("" if bounds is None else f" ({number(bounds[0])} to {number(bounds[1])})")
 
 
 def show_personalized(found: Personalized) -> Table:
@@ -264,8 +272,8 @@ def show_personalized(found: Personalized) -> Table:
 def show_fits(advice: Advice, most: int = 10) -> Table:
     """The clients with the largest losses under plain averaging, and who of them is outvoted."""
     data = "held-out data" if advice.split == "validation" else "training data"
-    title = f"After {advice.warmup} rounds of averaging with equal weights: loss on {data}"
-    table = _table(title, "client", "samples", "averaged model", "after a fit of its own", "")
+    title = f"Loss on {data} after {advice.warmup} rounds of averaging with equal weights"
+    table = _table(title, "client", "train samples", "averaged model", "fine-tuned on its own data", "")
     outvoted = {fit.client for fit in advice.outvoted}
     fits = sorted(advice.fits, key=lambda fit: -fit.loss)
     for fit in fits[:most]:
@@ -279,9 +287,9 @@ def show_fits(advice: Advice, most: int = 10) -> Table:
 def show_advice(advice: Advice) -> Table:
     """The effect of each gamma."""
     partial = f" of {advice.participants} per round" if advice.participants < len(advice.names) else ""
-    title = f"After {advice.warmup} rounds of plain averaging, {len(advice.names)} clients"
+    title = f"What each gamma would do to the weights of the {len(advice.names)} clients (1 = uniform)"
     table = _table(
-        title, "gamma", f"effective clients{partial}", "noise", "heaviest client", "its weight", "weighted loss"
+        title, "gamma", f"effective clients{partial}", "noise factor", "heaviest client", "its weight", "weighted loss"
     )
     for effect in advice.effects:
         heaviest = int(effect.weights.argmax())
@@ -289,9 +297,9 @@ def show_advice(advice: Advice) -> Table:
         table.add_row(
             f"{effect.gamma:.4g}{mark}",
             f"{effect.effective:.2f}",
-            f"x {effect.noise:.2f}",
+            f"{effect.noise:.2f}",
             escape(advice.names[heaviest]),
-            f"{len(advice.names) * effect.weights[heaviest]:.2f} x uniform",
+            f"{len(advice.names) * effect.weights[heaviest]:.2f}",
             _format(effect.loss),
         )
     return table
@@ -300,7 +308,7 @@ def show_advice(advice: Advice) -> Table:
 def show_weights(advice: Advice, most: int = 10) -> Table:
     """The weights of the clients with the largest losses, for each gamma."""
     order = np.argsort(-advice.losses, kind="stable")
-    title = "Client weights for each gamma (1 = uniform)"
+    title = "Each client's weight by gamma (1 = uniform)"
     table = _table(title, "client", "loss", *(f"{effect.gamma:.4g}" for effect in advice.effects))
     for i in order[:most]:
         weights = (f"{len(order) * effect.weights[i]:.2f}" for effect in advice.effects)

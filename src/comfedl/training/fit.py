@@ -30,6 +30,7 @@ from comfedl.training.arguments import RequestedMetrics, add_metrics, check_fit,
 from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Snapshot
 from comfedl.training.client_records import ClientRows, few_as_list
+from comfedl.training.client_scorer import ClientScorer
 from comfedl.training.evaluation_gap import evaluation_gap
 from comfedl.training.loop import Loop
 from comfedl.training.options import AUTO, RunOptions
@@ -157,8 +158,9 @@ def fit(
         "algorithm": describe(algorithm),
     }
     module = model if isinstance(model, nn.Module) else None
+    scorer = ClientScorer(learner, data, options.seed)
     return fit_on(
-        clients, algorithm, initial, frozen, data.contents(), settings, options, fed.encoding, module, started
+        clients, algorithm, initial, frozen, data.contents(), settings, options, fed.encoding, module, started, scorer
     )
 
 
@@ -173,6 +175,7 @@ def fit_on(
     encoding: Encoding | None = None,
     module: nn.Module | None = None,
     started: float | None = None,
+    scorer: ClientScorer | None = None,
 ) -> Result:
     """Train on an engine that already holds its clients, wherever their data are.
 
@@ -182,6 +185,7 @@ def fit_on(
         settings: the config to record in the run folder.
         encoding: how a table's rows were turned into numbers, for the run folder.
         started: when the run started, by ``time.perf_counter``.
+        scorer: the clients' data, if they are in this process.
     """
     started = time.perf_counter() if started is None else started
     if options.faults and not isinstance(clients, Faulty):
@@ -194,6 +198,7 @@ def fit_on(
     if options.eval_every == AUTO:
         participants = options.clients_per_round or count
         options = replace(options, gap=evaluation_gap(clients, algorithm.steps(), participants, options.eval_clients))
+    samples = {"train": clients.sizes} if scorer is None else scorer.sizes()
     callbacks: list[Callback] = list(options.callbacks) if clients.is_leader else []
     try:
         if options.progress and clients.is_leader:
@@ -204,7 +209,7 @@ def fit_on(
         if options.out is not None and clients.is_leader:
             known = fingerprint(*contents, *frozen.values(), *tree.leaves(initial))
             folder = RunFolder(Path(options.out), settings, options, known, encoding, frozen)
-            folder.can_save = clients.can_save
+            folder.can_save, folder.samples, folder.names = clients.can_save, samples, clients.names
             if options.save_personal and count > personal_models.MOST_FILES:
                 folder.personal_bytes = count * tree.nbytes({**initial, "frozen": frozen})
             callbacks.insert(0, folder)
@@ -262,6 +267,8 @@ def fit_on(
             stopped=loop.stopped,
             round=chosen,
             last=last,
+            samples=samples,
+            scorer=scorer,
         )
         for callback in callbacks:
             callback.finished(result)

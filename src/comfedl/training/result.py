@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import copy
+import pickle
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from comfedl.core import client_statistics
@@ -13,12 +18,15 @@ from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
 from comfedl.data.client_names import find
 from comfedl.models.functional import with_tensors
+from comfedl.training.client_scorer import MOST_SCORED, ClientScorer
+from comfedl.training.client_table import MOST_LISTED, SPLITS, ClientTable, number, without_rows
+from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError, nearest
 
 MOST_NAMED = 1000  # with more clients, error messages do not look for similar names
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """The result of a run.
 
@@ -35,6 +43,9 @@ class Result:
         stopped: why the run stopped before its last round, in a sentence; None if it did not.
         round: the round of ``params``: the last, or with ``EarlyStopping(restore_best=True)`` the best.
         last: the model after the last round, if it is another one.
+        samples: split -> the number of samples of every client, as far as the engine knows it.
+
+    It can be pickled, without what only this process has: personal models, and the data behind some intervals.
     """
 
     params: Params
@@ -50,6 +61,99 @@ class Result:
     stopped: str | None = None
     round: int = 0
     last: Model | None = field(default=None, repr=False)
+    samples: Mapping[str, NDArray[np.int64]] = field(default_factory=dict, repr=False, compare=False)
+    scorer: ClientScorer | None = field(default=None, repr=False, compare=False)
+    bounds: dict[tuple[str, bool], dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+
+    def clients_table(self, split: str | None = None, *, with_own: bool = True) -> ClientTable:
+        """One row per client: samples, measures with their 95 % intervals, weight; see ``ClientTable``.
+
+        Accuracy has Wilson's interval, the loss Student's, other measures those of a bootstrap, whose draws depend on
+        the run's seed alone. With more than 1000 clients only accuracy has one.
+
+        Args:
+            split: the split to judge the clients on: by default validation, else test, else train.
+            with_own: whether functions of your own have an interval too, for which each is called 200 times a client.
+        """
+        start, stop = self._last_rows()
+        rows = self.clients[start:stop]
+        available = _splits(rows)
+        chosen = split or available[0]
+        checks.one_of("split", chosen, available)
+        if len(rows) <= MOST_SCORED and self.scorer is not None and (chosen, with_own) not in self.bounds:
+            model = Model(params=self.params, buffers=self.buffers)
+            self.bounds[chosen, with_own] = {
+                name: self.scorer.intervals(model, place, chosen, with_own)
+                for name, place in self._places(rows).items()
+            }
+        bounds = self.bounds.get((chosen, with_own)) or self.bounds.get((chosen, not with_own))
+        return ClientTable.of(chosen, rows, self._samples(rows), bounds)
+
+    def notes(self) -> list[str]:
+        """Sentences for the user: which clients cannot be judged, and how sure it is who is worst."""
+        start, stop = self._last_rows()
+        if stop - start > MOST_SCORED:  # rows of all would take long, and much memory
+            said = []
+            for name in _splits(self.clients[start : start + MOST_SCORED]):
+                empty = np.flatnonzero(self.samples.get(name, np.ones(1)) == 0)
+                some = [self.names[int(k)] for k in empty[:MOST_LISTED]]
+                said += without_rows(name, len(self.names), some, len(empty))
+            return said
+        rows = self.clients[start:stop]
+        others = [name for name in _splits(rows) if name != "train"][1:]
+        tables = [ClientTable.of(name, rows, self._samples(rows)) for name in others]
+        return [*self.clients_table(with_own=False).notes(), *(text for table in tables for text in table.unjudged())]
+
+    def _places(self, rows: Sequence[Row]) -> dict[str, int]:
+        return {str(row["client"]): find(self.names, str(row["client"])) or 0 for row in rows}
+
+    def _samples(self, rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+        """split -> client -> samples, of the clients of these rows."""
+        places = self._places(rows)
+        return {name: {client: int(sizes[k]) for client, k in places.items()} for name, sizes in self.samples.items()}
+
+    def _last_rows(self) -> tuple[int, int]:
+        """Where the clients' rows of the returned model's round begin and end."""
+        of_round = int(self.row["round"] or 0)
+
+        def number_of(row: Row) -> int:
+            return int(row["round"] or 0)
+
+        ends = (bisect(self.clients, of_round, key=number_of) for bisect in (bisect_left, bisect_right))
+        return next(ends), next(ends)
+
+    def __repr__(self) -> str:
+        row = self.row
+        key = next((key[: -len(".mean")] for key in _telling(row)), "")
+        split, _, measure = key.partition(".")
+        about = [f"{self.rounds[-1]['round']} rounds"]
+        if self.round and self.round != self.rounds[-1]["round"]:
+            about.append(f"model of round {self.round}")
+        if key:
+            mean, worst = number(float(row[f"{key}.mean"] or 0)), number(float(row[f"{key}.worst"] or 0))
+            about.append(f"{split} {measure.replace('_', ' ')} {mean} for the average client, {worst} for the worst")
+        size = sum(part.numel() for part in self.params.values())
+        about += [f"{len(self.names):,} clients", f"{size:,} parameters", f"{self.seconds:.1f} s"]
+        return f"<Result: {'; '.join(about)}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What can be pickled: not the engine behind the personal models, nor the data."""
+        state = {one.name: getattr(self, one.name) for one in fields(self)} | {"ask_personal": _gone, "scorer": None}
+        try:
+            pickle.dumps(self.module)
+        except Exception:  # a class of a notebook, or a function within another: torch and pickle raise what they like
+            state["module"] = None
+        return state
+
+    def __copy__(self) -> Result:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Result:
+        shared = ("ask_personal", "scorer", "names")  # of the engine, which a copy still asks
+        copies = {
+            one.name: copy.deepcopy(getattr(self, one.name), memo) for one in fields(self) if one.name not in shared
+        }
+        return replace(self, **copies)
 
     def state_dict(self, client: str | None = None) -> Params:
         """Parameters and buffers for ``model.load_state_dict``: the global model's, or a client's personal model's."""
@@ -59,7 +163,10 @@ class Result:
     def to_module(self, client: str | None = None) -> nn.Module:
         """The trained model in evaluation mode: the global one, or a client's personal one."""
         if self.module is None:
-            raise ConfigError("This run trained a dict of tensors, not a module; its tensors are in result.params.")
+            raise ConfigError(
+                "This result has no module (the run trained a dict of tensors, or the module could not be pickled with "
+                "the result); its tensors are in result.params."
+            )
         return with_tensors(self.module, self.state_dict(client))
 
     def personal(self, client: str) -> Params:
@@ -95,3 +202,31 @@ class Result:
             "traffic": self.traffic,
             "seconds": round(self.seconds, 3),
         }
+
+
+def _splits(rows: Sequence[Row]) -> list[str]:
+    """The splits that clients were evaluated on, the one to judge them on first."""
+    found = {key.partition(".")[0] for row in rows[:MOST_SCORED] for key in row}
+    return [name for name in ("validation", "test", "train") if name in found]
+
+
+def _telling(row: Row) -> list[str]:
+    """The keys of means over clients, the one that says most first."""
+    means = [key for key in row if key.count(".") == 2 and key.endswith(".mean") and "personal_" not in key]
+    order = ("validation", "test", "train")
+    return sorted(
+        means,
+        key=lambda key: (
+            order.index(key.partition(".")[0]) if key.partition(".")[0] in SPLITS else len(order),
+            key.split(".")[1] != "accuracy",
+            key.split(".")[1] == "loss",
+        ),
+    )
+
+
+def _gone(clients: Sequence[int]) -> Iterator[Model]:
+    """In the place of what a pickled result cannot ask any more."""
+    raise ConfigError(
+        "This result was pickled, without the clients' personal models; call result.personal(...) before, or save the "
+        "run with fit(out=...) and read it with load_run."
+    )

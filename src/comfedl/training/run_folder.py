@@ -1,6 +1,7 @@
 """A run folder: config.toml, rounds.jsonl, clients.jsonl, summary.json, model.safetensors, personal/, checkpoint/.
 
-For tables and named labels, data.json records how rows were turned into numbers.
+For tables and named labels, data.json records how rows were turned into numbers. clients_table.jsonl has each client's
+numbers of samples and, at the end, the 95 % intervals of its scores.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
@@ -30,6 +33,8 @@ from comfedl.training import checkpoint
 from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Records, Snapshot
 from comfedl.training.client_records import ClientRows
+from comfedl.training.client_scorer import MOST_SCORED
+from comfedl.training.client_table import HIGH, LOW, MOST_IN_TABLE, SAMPLES
 from comfedl.training.options import RunOptions
 from comfedl.training.personal_models import model_bytes, write_personal
 from comfedl.training.result import Result
@@ -42,11 +47,12 @@ from comfedl.utils.signals import install_handlers, restore_handlers
 from comfedl.utils.toml import to_toml
 from comfedl.utils.tree import Tree
 
+TABLE = "clients_table.jsonl"
 LAST_MODEL = "last.safetensors"  # the model after the last round, if early stopping chose another
 # The files of a run. A folder with any of them is not free, since they would be replaced.
 FILES = (
     *("config.toml", "data.json", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", LAST_MODEL),
-    *("personal", "checkpoint"),
+    *("personal", "checkpoint", TABLE),
     *("tensorboard", "mlflow.json"),  # of trackers
     *("sites.json", "sites.jsonl"),  # of runs over sites
     torchrun.LAUNCH_FILE,
@@ -168,6 +174,9 @@ class RunFolder(Callback):
         self._last_records: Records = {}
         self.can_save: Callable[[BaseException], bool] = lambda error: True
         """Whether the clients' states can still be had after this error."""
+        self.names: Sequence[str] = ()
+        self.samples: Mapping[str, NDArray[np.int64]] = {}
+        """split -> the number of samples of every client."""
         self._stop: int | None = None
         self._handlers: dict[int, Any] = {}
 
@@ -227,6 +236,7 @@ class RunFolder(Callback):
             if self._encoding is not None:
                 described = {"version": 1, **self._encoding.to_dict()}
                 write_atomic(self.path / "data.json", (json.dumps(described, indent=1) + "\n").encode())
+            self._write_table()
             torchrun.record_launch(self.path)
             for name in RECORDS:
                 self._streams[name] = (self.path / name).open("a" if self._resumed else "w", encoding="utf-8")
@@ -244,6 +254,31 @@ class RunFolder(Callback):
                     self._streams[name].write(text)
                     self._digests[name].update(text.encode())
                 self._streams[name].flush()
+
+    def _write_table(self, number: int = 0, bounds: Mapping[str, Row] | None = None) -> None:
+        """Every client's numbers of samples and, after the last round, the bounds of its scores."""
+        if not 0 < len(self.names) <= MOST_IN_TABLE:
+            return
+        lines = []
+        for place, client in enumerate(self.names):
+            counts = {f"{split}{SAMPLES}": int(sizes[place]) for split, sizes in self.samples.items()}
+            lines.append(json.dumps({"round": number, "client": client, **counts, **(bounds or {}).get(client, {})}))
+        write_atomic(self.path / TABLE, "".join(f"{line}\n" for line in lines).encode())
+
+    def _bounds(self, result: Result) -> dict[str, Row]:
+        """The bounds of the clients' scores on held-out data, or else on train data."""
+        found: dict[str, Row] = {}
+        for split in [name for name in self.samples if name != "train"] or ["train"]:
+            table = result.clients_table(split, with_own=False)
+            for row in table:
+                bounds = {
+                    f"{split}.{name}{end}": row[name + end]
+                    for name in table.columns
+                    for end in (LOW, HIGH)
+                    if name + end in row
+                }
+                found.setdefault(str(row["client"]), {}).update(bounds)
+        return found
 
     def settled(self, snapshot: Snapshot) -> None:
         due = time.monotonic() - self._saved_at >= SECONDS if self._every is None else snapshot.round % self._every == 0
@@ -282,6 +317,8 @@ class RunFolder(Callback):
                 write_atomic(self.path / LAST_MODEL, model_bytes(result.last))
             if self._personal:
                 write_personal(self.path / "personal", result)
+            if len(self.names) <= MOST_SCORED:
+                self._write_table(result.round, self._bounds(result))
             self._check_lock()
             write_atomic(self.path / "summary.json", (json.dumps(result.summary(), indent=2) + "\n").encode())
             self._finished = True

@@ -7,9 +7,11 @@ exits with code 2.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 LONGEST = 2000  # characters of a message
+CLOSE = 0.65  # the least similarity of a suggestion: about one typing error in three or four letters
 
 
 class ComfedlError(Exception):
@@ -113,13 +115,17 @@ class BadReply(UserWarning):
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """The end of an "unknown name" message: the closest allowed name, then all of them.
+    """The end of an "unknown name" message: the closest allowed name if one is close, then all of them.
 
     >>> nearest("comfdl", ["comfedl", "fedavg"])
     "did you mean 'comfedl'? Allowed: comfedl, fedavg"
+    >>> nearest("hospital", ["capital_loss", "age"])
+    'Allowed: age, capital_loss'
     """
     names = sorted(allowed)
     folded = {name.casefold(): name for name in names}
-    close = [folded[name] for name in difflib.get_close_matches(given.casefold(), folded, n=1, cutoff=0.5)]
+    close = [folded[name] for name in difflib.get_close_matches(given.casefold(), folded, n=1, cutoff=CLOSE)]
+    if not close:  # a part of a longer name: "steps" for "local_steps"
+        close = [name for name in names if given.casefold() in re.split(r"[_\W]", name.casefold()) and given][:1]
     listing = f"Allowed: {', '.join(names)}" if names else "No name is allowed"
     return f"did you mean {close[0]!r}? {listing}" if close else listing
