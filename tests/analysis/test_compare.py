@@ -105,9 +105,9 @@ def test_columns_are_those_that_there_are() -> None:
         "test",
     )
     columns = comparison.columns()
-    assert list(columns) == ["average client", "worst client", "average, personal"]
+    assert list(columns) == ["average client", "worst client", "average (personal)"]
     assert columns["average client"]["b"].best and columns["worst client"]["a"].best
-    assert list(columns["average, personal"]) == ["a"]
+    assert list(columns["average (personal)"]) == ["a"]
     assert "-" in text_of(comparison)[0]
 
 
@@ -282,7 +282,7 @@ def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         monkeypatch, capsys, "compare", *files, "--seeds", "2", "--out", str(out), "--set", "rounds=1"
     )
     assert code == 0
-    for words in ("one", "two", "average client", "worst client", "worst, personal", "±", "validation accuracy"):
+    for words in ("one", "two", "average client", "worst client", "worst (personal)", "±", "validation accuracy"):
         assert words in text
     assert (out / "comparison.csv").exists()
     found = list(csv.DictReader((out / "comparison.csv").read_text().splitlines()))

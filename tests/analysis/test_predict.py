@@ -119,7 +119,7 @@ def test_a_run_from_python_needs_its_model(here: Path, three_clients: cf.Federat
 
 
 def test_what_is_no_finished_run_is_told(here: Path) -> None:
-    with pytest.raises(cf.RunFolderError, match="holds no run"):
+    with pytest.raises(cf.RunFolderError, match="is not a run folder"):
         cf.load_run("nowhere")
     trained()
     Path("run/model.safetensors").write_bytes(b"junk")

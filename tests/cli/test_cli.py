@@ -186,7 +186,7 @@ def test_control_c_in_the_middle_of_a_run(here: Path, comfedl_: Run) -> None:
     assert running.returncode == 130
     assert content(here) != before
     assert "Traceback" not in err and out == ""
-    assert re.search(r"interrupted: stopped by SIGINT after round \d+ of 1000000; .* --resume goes on", err), err
+    assert re.search(r"interrupted: stopped by SIGINT after round \d+ of 1000000; .* continue with --resume", err), err
     # The round it was in has been finished and kept, and the run that it replaces is gone for good.
     assert list((here / "run" / "checkpoint").glob("round-*"))
     assert {path.name for path in (here / "run").glob(".*")} <= {".lock"}

@@ -26,8 +26,8 @@ from comfedl.utils.files import write_atomic
 COLUMNS = {
     "average client": "{split}.{metric}.mean",
     "worst client": "{split}.{metric}.worst",
-    "average, personal": "{split}.personal_{metric}.mean",
-    "worst, personal": "{split}.personal_{metric}.worst",
+    "average (personal)": "{split}.personal_{metric}.mean",
+    "worst (personal)": "{split}.personal_{metric}.worst",
 }
 
 

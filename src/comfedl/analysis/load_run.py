@@ -167,13 +167,13 @@ def load_run(path: str | Path, model: nn.Module | None = None, *, trust: bool = 
 
     >>> load_run("nowhere")
     Traceback (most recent call last):
-    comfedl.utils.errors.RunFolderError: nowhere holds no run; give the folder of a run.
+    comfedl.utils.errors.RunFolderError: nowhere is not a run folder; give the folder of a run.
     """
     folder = Path(path)
     with contextlib.suppress(OSError):  # it may be somebody else's, to be read only
         recover_replaced(folder)
     if not (folder / "config.toml").is_file():
-        raise RunFolderError(f"{folder} holds no run; give the folder of a run.")
+        raise RunFolderError(f"{folder} is not a run folder; give the folder of a run.")
     settings = read_toml(folder / "config.toml")
     unfinished = None
     if (folder / "summary.json").is_file():
@@ -181,11 +181,11 @@ def load_run(path: str | Path, model: nn.Module | None = None, *, trust: bool = 
     elif (saved := checkpoint.read_model(folder / "checkpoint")) is not None:
         unfinished = (
             f"The run in {folder} has not finished: this is its model after round {saved[0]} of "
-            f"{settings.get('rounds')}; --resume goes on."
+            f"{settings.get('rounds')}; continue with --resume."
         )
         tensors = saved[1]
     else:
-        raise RunFolderError(f"The run in {folder} has neither finished nor a checkpoint; continue it with --resume.")
+        raise RunFolderError(f"The run in {folder} has not finished and has no checkpoint; continue it with --resume.")
     from_config = {"data", "model", "algorithm"} <= settings.keys()
     encoding = read_encoding(folder)
     config = _parse(folder, settings, trust) if from_config else None

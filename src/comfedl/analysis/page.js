@@ -393,7 +393,7 @@
         byId("state").textContent = D.waiting ? "waiting" : D.done ? "finished" : "live";
       } catch (error) {
         missed += 1;
-        byId("state").textContent = "comfedl watch does not answer";
+        byId("state").textContent = "No answer from comfedl watch";
       }
       document.documentElement.dataset.polled = seen;
       if (missed < 5) setTimeout(poll, 1500);

@@ -38,7 +38,7 @@ def advise(
         typer.echo(
             "noise factor: the variance of the weighted mean of the clients' gradients, relative to that of the plain "
             "mean; when noise limits convergence, expect about this factor more rounds.\n"
-            "These weights are for the losses as they are now; Robust's become more even as the losses come together."
+            "The weights are computed from the current losses; Robust's become more even as the losses come together."
         )
     if png is not None:
         with readable(png):

@@ -69,7 +69,7 @@ def run(
     except KeyboardInterrupt as stopped:
         if not str(stopped):  # before a round was complete, or by a second signal
             raise
-        what = f"interrupted: {stopped} of {parsed.rounds}; the model can be used as it is, and --resume goes on"
+        what = f"interrupted: {stopped} of {parsed.rounds}; you can use the model as it is, or continue with --resume"
         typer.echo(what, err=True)
         sys.exit(130)
     if log != "json":

@@ -41,12 +41,12 @@ def _table(title: str, *columns: str) -> Table:
 
 def algorithms() -> Table:
     """The algorithms with their paper, objective and communication."""
-    table = _table("Algorithms", "name", "paper", "objective", "sent per round and participant", "further arguments")
+    table = _table("Algorithms", "name", "paper", "objective", "sent per round and participant", "own arguments")
     common = {field.name for field in dataclasses.fields(Algorithm)}
     for name, method in ALGORITHMS.items():
         further = [field.name for field in dataclasses.fields(method) if field.name not in common]
         table.add_row(name, method.paper, method.goal, method.sends, ", ".join(further))
-    table.caption = f"All take {', '.join(sorted(common))}."
+    table.caption = f"Common arguments: {', '.join(sorted(common))}."
     return table
 
 
@@ -65,8 +65,8 @@ def optimizers() -> Table:
 
 def schedules() -> Table:
     """The schedules of the learning rate."""
-    table = _registry_table("Schedules of the learning rate", SCHEDULES)
-    table.caption = 'Of your own: lr_schedule = "module:function", from the round (1, 2, ...) to a factor of lr.'
+    table = _registry_table("Learning-rate schedules", SCHEDULES)
+    table.caption = 'Your own: lr_schedule = "module:function", which maps the round (1, 2, ...) to a factor of lr.'
     return table
 
 
@@ -84,13 +84,13 @@ def losses() -> Table:
 
 def metrics() -> Table:
     """The metrics, and the losses that each goes with."""
-    table = _table("Metrics", "name", "description", "better", "for the losses")
+    table = _table("Metrics", "name", "description", "better", "losses")
     for name, metric in METRICS.items():
         losses = [loss for loss, task in TASKS.items() if name in names_for(task)]
         if losses:
-            better = "small" if metric.smaller_is_better else "large"
+            better = "lower" if metric.smaller_is_better else "higher"
             table.add_row(name, _summary(metric.function), better, ", ".join(losses))
-    table.caption = 'Of your own: metrics = ["module:function"], from (output, y) of a client to a number.'
+    table.caption = 'Your own: metrics = ["module:function"], which maps a client\'s (output, y) to a number.'
     return table
 
 
@@ -104,7 +104,7 @@ def datasets() -> Table:
         table.add_row(name, source.summary, samples, shape, str(source.classes), cached)
     groupings = "; ".join(f"{name} by {', '.join(s.groupings)}" for name, s in SOURCES.items() if s.groupings)
     table.caption = (
-        f'Natural clients, partition = "natural" with by = one of them, the first by default: {groupings}.\n'
+        f'Natural clients (partition = "natural", with by = one of these; the first is the default): {groupings}.\n'
         'For your data: "csv", "folder", or "module:function"; see docs/how-to-own-data.md.'
     )
     return table
@@ -213,7 +213,7 @@ def _noise_note(columns: Mapping[str, Mapping[str, Cell]], seeds: int) -> str:
     note = "* best; ± is the standard error over seeds."
     if not listed:
         return f"{note} Every difference from the best is more than twice its standard error."
-    return f"{note} ~ within noise: within two standard errors of the best, paired by seed ({'; '.join(listed)})."
+    return f"{note} ~ within two standard errors of the best, paired by seed ({'; '.join(listed)})."
 
 
 def show_trials(tuned: Tuned, most: int = 30) -> Table:
@@ -231,7 +231,7 @@ def show_trials(tuned: Tuned, most: int = 30) -> Table:
             escape(trial.reason),
         )
     if len(tuned.trials) > most:
-        table.caption = f"and {len(tuned.trials) - most} more in the study"
+        table.caption = f"and {len(tuned.trials) - most} more trials in the study"
     return table
 
 
@@ -272,7 +272,7 @@ def show_personalized(found: Personalized) -> Table:
 def show_fits(advice: Advice, most: int = 10) -> Table:
     """The clients with the largest losses under plain averaging, and who of them is outvoted."""
     data = "held-out data" if advice.split == "validation" else "training data"
-    title = f"Loss on {data} after {advice.warmup} rounds of averaging with equal weights"
+    title = f"Loss on {data} after {advice.warmup} rounds with equal weights"
     table = _table(title, "client", "train samples", "averaged model", "fine-tuned on its own data", "")
     outvoted = {fit.client for fit in advice.outvoted}
     fits = sorted(advice.fits, key=lambda fit: -fit.loss)
@@ -280,7 +280,7 @@ def show_fits(advice: Advice, most: int = 10) -> Table:
         verdict = "outvoted" if fit.client in outvoted else ""
         table.add_row(escape(fit.client), str(fit.samples), _format(fit.loss), _format(fit.own), verdict)
     if len(fits) > most:
-        table.caption = f"and {len(fits) - most} clients with smaller losses"
+        table.caption = f"and {len(fits) - most} more clients with smaller losses"
     return table
 
 
@@ -314,5 +314,5 @@ def show_weights(advice: Advice, most: int = 10) -> Table:
         weights = (f"{len(order) * effect.weights[i]:.2f}" for effect in advice.effects)
         table.add_row(escape(advice.names[int(i)]), _format(float(advice.losses[i])), *weights)
     if len(order) > most:
-        table.caption = f"and {len(order) - most} clients with smaller losses"
+        table.caption = f"and {len(order) - most} more clients with smaller losses"
     return table

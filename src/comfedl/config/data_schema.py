@@ -292,7 +292,7 @@ class SitesTable(DataTable):
         self, seed: int, progress: bool = False, loss: str = "cross_entropy", encoding: Encoding | None = None
     ) -> FederatedData:
         raise ConfigError(
-            'data.name is "sites": the data stay at the sites; start the run with flwr run (docs/flower.md).'
+            'data.name is "sites": the data are at the sites; start this run with flwr run (docs/flower.md).'
         )
 
     def sample_spec(self, seed: int, loss: str, encoding: Encoding | None) -> SampleSpec:

@@ -125,7 +125,9 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     folded = {name.casefold(): name for name in names}
     close = [folded[name] for name in difflib.get_close_matches(given.casefold(), folded, n=1, cutoff=CLOSE)]
-    if not close:  # a part of a longer name: "steps" for "local_steps"
-        close = [name for name in names if given.casefold() in re.split(r"[_\W]", name.casefold()) and given][:1]
+    if not close:  # a part of a longer name: "steps" for "local_steps", "classify" for "classification"
+        start, whole = given.casefold()[:6], given.casefold()
+        close = [name for name in names if len(start) == 6 and name.casefold().startswith(start)][:1]
+        close = close or [name for name in names if whole and whole in re.split(r"[_\W]", name.casefold())][:1]
     listing = f"Allowed: {', '.join(names)}" if names else "No name is allowed"
     return f"did you mean {close[0]!r}? {listing}" if close else listing
