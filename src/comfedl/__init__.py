@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
         Power as Power,
         Tilt as Tilt,
     )
-    from comfedl.data import load as load, partition as partition
+    from comfedl.data import load as load, partition as partition, transform as transform
     from comfedl.data.federated import FederatedData as FederatedData
     from comfedl.engines import faults as faults
     from comfedl.models import losses as losses
@@ -104,6 +104,7 @@ _HOMES = {
     "optim": "comfedl.core",
     "partition": "comfedl.data",
     "schedule": "comfedl.core",
+    "transform": "comfedl.data",
 }
 __all__ = [*_HOMES]
 

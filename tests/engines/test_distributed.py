@@ -5,12 +5,10 @@ Run as a script under torchrun, this file does the runs of ``CASES`` on every ra
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,6 +34,7 @@ from comfedl.training.callbacks import Callback
 from comfedl.utils import torchrun as started
 from comfedl.utils.errors import ConfigError, Diverged, QuorumError, RankError, RankLost
 from comfedl.utils.tree import Tree
+from helpers.ranks import assert_close, forked
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs fork and signals"),
@@ -197,38 +196,6 @@ def job(out: Path) -> None:
 # Starting ranks.
 
 
-def forked(count: int, function: Callable[[int], Any]) -> list[Any]:
-    """The result or exception of ``function(rank)`` on each rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pipes = []
-    for rank in range(count):
-        ours, theirs = os.pipe()
-        if (pid := os.fork()) == 0:
-            answer: Any = None
-            try:
-                os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
-                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                warnings.simplefilter("ignore")
-                answer = function(rank)
-            except BaseException as error:
-                answer = error
-            finally:
-                with contextlib.suppress(BaseException), os.fdopen(theirs, "wb") as pipe:
-                    pipe.write(pickle.dumps(answer))
-                os._exit(0)
-        os.close(theirs)
-        pipes.append((pid, ours))
-    answers = []
-    for pid, ours in pipes:
-        with os.fdopen(ours, "rb") as pipe:
-            data = pipe.read()
-        os.waitpid(pid, 0)
-        answers.append(pickle.loads(data) if data else None)
-    return answers
-
-
 def distributed(method: Any, fed: cf.FederatedData | None = None, **options: Any) -> cf.Result:
     quick = {"engine_options": {"timeout_s": 60}, "rounds": 3, "engine": "distributed", **options}
     return cf.fit(net(), fed or federated(), method, **quick)
@@ -240,7 +207,8 @@ def torchrun(ranks: int, *command: str, options: tuple[str, ...] = ()) -> list[s
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(cf.__file__).parents[1]), "OMP_NUM_THREADS": "1", **more}
+    path = os.pathsep.join(map(str, (Path(cf.__file__).parents[1], Path(__file__).parents[1])))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
 # The same numbers.
@@ -253,25 +221,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any]
     ended = subprocess.run(torchrun(2, __file__, str(out)), env=environment(), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     return [pickle.loads((out / f"rank-{rank}").read_bytes()) for rank in range(2)]
-
-
-def assert_close(one: Any, other: Any, bound: float) -> None:
-    """Equal in structure, and in values up to a tolerance."""
-    if isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_close(one[key], other[key], bound)
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_close(a, b, bound)
-    elif isinstance(one, Tensor):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
-    elif isinstance(one, float):
-        assert one == pytest.approx(other, rel=bound, abs=bound)
-    else:
-        assert one == other
 
 
 @pytest.mark.filterwarnings("ignore::comfedl.utils.errors.BadReply")

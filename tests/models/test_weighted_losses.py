@@ -168,10 +168,31 @@ def test_weights_for_other_classes_than_the_models() -> None:
         cf.fit(net(), fed(), METHOD, 1, loss=CrossEntropy((1.0, 2.0)))
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.CrossEntropyLoss(reduction="none")], ids=["class", "none"])
-def test_losses_of_torch_that_return_no_mean(loss: Any) -> None:
-    with pytest.raises(cf.ConfigError, match="must return the mean loss of a batch"):
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss, nn.CrossEntropyLoss(reduction="none"), CrossEntropy], ids=["class", "none", "ours"]
+)
+def test_a_loss_that_is_meant_as_the_mean(loss: Any) -> None:
+    found, plain = (cf.fit(net(), fed(), METHOD, 2, loss=each) for each in (loss, "cross_entropy"))
+    for name, part in plain.params.items():
+        torch.testing.assert_close(found.params[name], part, rtol=0, atol=0 if loss is not CrossEntropy else 1e-12)
+    assert found.rounds == plain.rounds or loss is CrossEntropy
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (nn.CrossEntropyLoss(reduction="sum"), "reduction='sum', which is no mean"),
+        (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]), reduction="none"), "can be taken in two ways"),
+        (lambda output, y: nn.functional.cross_entropy(output, y, reduction="none"), "a tensor of shape"),
+        (lambda output, y: 1.0, "returned a float"),
+        (nn.Linear, "the class Linear, which cannot be made without arguments"),
+    ],
+    ids=["sum", "weights", "vector", "float", "another class"],
+)
+def test_losses_that_return_no_mean(loss: Any, words: str) -> None:
+    with pytest.raises(cf.ConfigError) as error:
         cf.fit(net(), fed(), METHOD, 1, loss=loss)
+    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def numbers(binary: bool) -> cf.FederatedData:

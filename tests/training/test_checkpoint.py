@@ -28,8 +28,7 @@ from comfedl.training.callbacks import Callback
 from comfedl.utils import tree
 from comfedl.utils.errors import QuorumError
 from comfedl.utils.lock import is_locked
-
-SAME = ("config.toml", "rounds.jsonl", "clients.jsonl", "model.safetensors")
+from helpers.stopped import StopAt, files
 
 
 def net() -> nn.Module:
@@ -41,22 +40,6 @@ def run(fed: cf.FederatedData, out: Path, algorithm: cf.FedAvg | None = None, **
     method = algorithm or cf.Ditto(lam=0.5, lr=0.05, batch_size=4)
     options = {"rounds": 12, "checkpoint_every": 2, "clients_per_round": 2, "seed": 3, **options}
     return cf.fit(net(), fed, method, out=out, **options)
-
-
-def files(out: Path) -> dict[str, bytes]:
-    personal = {f"personal/{path.name}": path.read_bytes() for path in (out / "personal").iterdir()}
-    return {name: (out / name).read_bytes() for name in SAME} | personal
-
-
-class StopAt(Callback):
-    """Ends a run after a round as a bug or a person would."""
-
-    def __init__(self, number: int, error: BaseException) -> None:
-        self.number, self.error = number, error
-
-    def settled(self, snapshot: checkpoint.Snapshot) -> None:
-        if snapshot.round == self.number:
-            raise self.error
 
 
 METHODS = [

@@ -135,14 +135,16 @@ class Synthetic:
         """The two functions. They are linear in the noise, so they first average it over the batch."""
 
         def inner(params: Params, batch: Batch) -> Tensor:
-            i, noise = int(batch[1][0]), batch[0].mean(dim=0)
+            i = int(batch[1][0])
+            noise: Tensor = batch[0].mean(dim=0)
             y = (1 + S1 * noise[0]) * torch.tanh(self.A[i] @ params["w"] + self.c[i]) + S2 * noise[1] * self.v
             if log is not None:
                 log.steps.append(LocalStep(i, params["w"].detach().clone(), y.detach(), noise))
             return y
 
         def outer(y: Tensor, batch: Batch) -> Tensor:
-            i, noise = int(batch[1][0]), batch[0].mean(dim=0)
+            i = int(batch[1][0])
+            noise: Tensor = batch[0].mean(dim=0)
             if log is not None:
                 log.outer_noise.append(noise)
             positive = (1 + noise) / 2  # the fraction of samples with zeta = 1

@@ -384,7 +384,7 @@ class Algorithm(Aggregation, ABC):
 
     def draws(self) -> dict[str, Draw]:
         """The batches of local training."""
-        return {Data.INNER: Draw("train", self.batch_size, self.local_steps)}
+        return {Data.INNER: Draw("train", self.batch_size, self.local_steps, transformed=True)}
 
     def reply(self) -> dict[str, str]:
         """The parts of a client's reply after local training, and their types."""
@@ -477,5 +477,7 @@ class Algorithm(Aggregation, ABC):
 
 def adapt_draws(adapt: Adapt, batch_size: int | None, outer_size: int | None, count: int) -> dict[str, Draw]:
     """The extra batches of a local step with ``Adapt``: D' for the adapted loss, and D'' if the Hessian has its own."""
-    hessian: dict[str, Draw] = {Data.HESSIAN: Draw("train", batch_size, count)} if adapt.draws_hessian_batch else {}
-    return {Data.OUTER: Draw("outer", outer_size, count), **hessian}
+    found: dict[str, Draw] = {Data.OUTER: Draw("outer", outer_size, count, transformed=True)}
+    if adapt.draws_hessian_batch:
+        found[Data.HESSIAN] = Draw("train", batch_size, count, transformed=True)
+    return found

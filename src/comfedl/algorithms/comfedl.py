@@ -263,7 +263,7 @@ class Compositional(Algorithm):
         if self.adapt is not None:
             draws |= adapt_draws(self.adapt, self.batch_size, self.outer_size, self.local_steps)
         elif self.composition is not None:
-            draws[Data.OUTER] = Draw("outer", self.outer_size, self.local_steps)
+            draws[Data.OUTER] = Draw("outer", self.outer_size, self.local_steps, transformed=True)
         return draws
 
     def draws(self) -> dict[str, Draw]:

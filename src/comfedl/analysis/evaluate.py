@@ -17,7 +17,7 @@ from comfedl.core.intervals import score_intervals
 from comfedl.data.federated import Batch
 from comfedl.data.from_tables import rows_by_name
 from comfedl.training.client_table import HIGH, LOW, ClientTable
-from comfedl.utils import checks, rng
+from comfedl.utils import checks, rng, samples
 from comfedl.utils.errors import ConfigError
 
 
@@ -62,7 +62,7 @@ def evaluate(run: SavedRun, split: str | None = None, data: Path | None = None) 
             models = {"": shared}
             if run.has_personal and (data is None or name in run.clients):
                 models["personal_"] = to_state(run.personal(name))
-            row: Row = {"client": name, "samples": len(batch[1])}
+            row: Row = {"client": name, "samples": samples.count(batch[1])}
             draws = partial(rng.generator, seed, f"intervals {split}", 0, name)
             for prefix, model in models.items():
                 bounds = score_intervals(learner, model, batch, draws)

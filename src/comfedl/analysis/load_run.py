@@ -44,6 +44,7 @@ class SavedRun:
         encoding: how table rows or images became inputs; None for arrays.
         given: the model passed to ``load_run``.
         unfinished: for a run that was stopped or is still going on, a sentence that says where; else None.
+        has_frozen: whether the parameters that were not trained were saved; else they are those of the model.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class SavedRun:
     encoding: Encoding | None
     given: nn.Module | None = None
     unfinished: str | None = None
+    has_frozen: bool = True
 
     @cached_property
     def module(self) -> nn.Module:
@@ -62,7 +64,7 @@ class SavedRun:
         if ":" not in self.settings.model.name:  # a damaged config may ask for any size: compare before it takes memory
             with torch.device("meta"):
                 described = self.settings.build_model(shape, outputs)
-            check_shapes(described, self.tensors, self.path)
+            check_shapes(described, self.tensors, self.path, self.has_frozen)
         return self.settings.build_model(shape, outputs)
 
     @property
@@ -96,7 +98,7 @@ class SavedRun:
 
     def with_tensors(self, tensors: Params, source: Path) -> nn.Module:
         """The model with these tensors, which were read from ``source``."""
-        check_shapes(self.module, tensors, source)
+        check_shapes(self.module, tensors, source, self.has_frozen)
         try:
             return with_tensors(self.module, tensors)
         except (KeyError, RuntimeError) as error:
@@ -142,12 +144,13 @@ class SavedRun:
         return self.unfinished is None and (self.path / "personal").is_dir()
 
 
-def check_shapes(module: nn.Module, tensors: Params, source: Path) -> None:
-    """Check that saved tensors are those of a model, by name and shape."""
+def check_shapes(module: nn.Module, tensors: Params, source: Path, has_frozen: bool = True) -> None:
+    """Check that saved tensors are those of a model, by name and shape; frozen ones need not be ``has_frozen``."""
+    needed_names = {name for name, part in module.named_parameters() if has_frozen or part.requires_grad}
     own = {name: tuple(part.shape) for name, part in (*module.named_parameters(), *module.named_buffers())}
     found = {name: tuple(part.shape) for name, part in tensors.items()}
     for name in sorted(own.keys() | found.keys()):
-        if own.get(name) != found.get(name) and (name in found or name in dict(module.named_parameters())):
+        if own.get(name) != found.get(name) and (name in found or name in needed_names):
             given, needed = found.get(name, "missing"), own.get(name, "no part of the model")
             raise RunFolderError(
                 f"The tensors of {source} do not fit the model: {name} is {given} there, and {needed} in the model."
@@ -189,7 +192,8 @@ def load_run(path: str | Path, model: nn.Module | None = None, *, trust: bool = 
     from_config = {"data", "model", "algorithm"} <= settings.keys()
     encoding = read_encoding(folder)
     config = _parse(folder, settings, trust) if from_config else None
-    return SavedRun(folder, tensors, config, encoding, model, unfinished)
+    has_frozen = settings.get("save_frozen") is not False
+    return SavedRun(folder, tensors, config, encoding, model, unfinished, has_frozen)
 
 
 def read_encoding(folder: Path) -> Encoding | None:

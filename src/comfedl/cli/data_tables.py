@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from rich.markup import escape
 from rich.table import Table
+from torch import Tensor
 
 from comfedl.data.federated import FederatedData
 from comfedl.data.table_report import TableReport
@@ -40,7 +41,8 @@ def small_clients(fed: FederatedData) -> Iterator[str]:
     names, sizes = list(fed.names), fed.train.sizes.tolist()
     few = [f"{name} {size}" for name, size in zip(names, sizes, strict=True) if size < FEW_ROWS]
     yield from _line(f"Fewer than {FEW_ROWS} train rows", few)
-    if not fed.train.y.is_floating_point() and fed.train.y.ndim == 1:
+    y = fed.train.y
+    if isinstance(y, Tensor) and not y.is_floating_point() and y.ndim == 1:
         labels = [len(np.unique(fed.train.samples_of(i)[1].numpy())) for i in range(len(names))]
         yield from _line("One label only in train", [name for name, n in zip(names, labels, strict=True) if n == 1])
     for split in ("validation", "test"):

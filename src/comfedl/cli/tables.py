@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich.markup import escape
 from rich.table import Table
+from torch import Tensor
 
 from comfedl.algorithms import ALGORITHMS
 from comfedl.algorithms.base import Algorithm
@@ -30,6 +31,7 @@ from comfedl.models.zoo import MODELS
 from comfedl.training.client_table import ClientTable, number
 from comfedl.training.result import Result
 from comfedl.tuning.search import Tuned
+from comfedl.utils import samples
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -136,6 +138,8 @@ def models() -> Table:
 
 def clients(fed: FederatedData) -> Table:
     """The samples and labels of each client."""
+    if not isinstance(fed.train.y, Tensor):
+        return _several_targets(fed)
     regression = fed.train.y.is_floating_point()
     heading = "y in train (mean, min, max)" if regression else "labels in train (label:count)"
     table = _table(repr(fed), "client", "train", "validation", "test", heading)
@@ -149,6 +153,15 @@ def clients(fed: FederatedData) -> Table:
             pairs = zip(*np.unique(y, return_counts=True), strict=True)
             content = "  ".join(f"{names[label] if names else label}:{n}" for label, n in pairs)
         table.add_row(escape(name), *sizes, escape(content))
+    return table
+
+
+def _several_targets(fed: FederatedData) -> Table:
+    """The samples of each client, whose y is a tuple or dict."""
+    table = _table(f"{fed!r}, y: {samples.described(fed.train.y)}", "client", "train", "validation", "test")
+    for i, name in enumerate(fed.names):
+        sizes = ["-" if split is None else str(split.sizes[i]) for split in (fed.train, fed.validation, fed.test)]
+        table.add_row(escape(name), *sizes)
     return table
 
 

@@ -73,24 +73,24 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     """A value of a config as the type of an argument."""
     kinds = typing.get_args(kind) or (kind,)
     if Outer in kinds:
-        return _build_named(value, where, OUTERS, 'name = "kl", gamma = 0.2')
+        return build_named(value, where, OUTERS, 'name = "kl", gamma = 0.2')
     if Adapt in kinds:
         table = {"name": "adapt", **value} if isinstance(value, dict) else value
-        return _build_named(table, where, {"adapt": Adapt}, 'name = "adapt", lr = 0.05')
+        return build_named(table, where, {"adapt": Adapt}, 'name = "adapt", lr = 0.05')
     if Composition in kinds:
         found = import_object(where, value) if isinstance(value, str) and ":" in value else None
         if not isinstance(found, Composition):
             raise ConfigError(f'{where} is {value!r}, but it must be "module:name" of a Composition.')
         return found
     if Offset in kinds:
-        return _build_named(value, where, OFFSETS, 'name = "generalisation", c = 1.0')
+        return build_named(value, where, OFFSETS, 'name = "generalisation", c = 1.0')
     optimizers = {name: option for name, option in OPTIMIZERS.items() if option in kinds}
     if optimizers:
-        return _build_named(value, where, optimizers, 'name = "sgd", momentum = 0.9')
+        return build_named(value, where, optimizers, 'name = "sgd", momentum = 0.9')
     if kind == Schedule | None or kind == Schedule:
         if isinstance(value, str) and ":" in value:
             return import_object(where, value)
-        return _build_named(value, where, SCHEDULES, 'name = "cosine", rounds = 200')
+        return build_named(value, where, SCHEDULES, 'name = "cosine", rounds = 200')
     if value == "all" and types.NoneType in kinds and str not in kinds:
         return None  # TOML has no None; "all" stands for it
     try:
@@ -100,7 +100,8 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         raise ConfigError(f"{where} is {value!r}, but {first_complaint(error)}; its type is {name}.") from None
 
 
-def _build_named(value: Any, where: str, names: Mapping[str, type], example: str) -> Any:
+def build_named(value: Any, where: str, names: Mapping[str, type], example: str) -> Any:
+    """The object that a table with a name describes."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ConfigError(f"{where} is {value!r}, but it must be a table with a name, such as {{ {example} }}.")
     found = lookup(f"{where}.name", value["name"], names)

@@ -21,6 +21,7 @@ from comfedl.data.tabular import Encoding
 from comfedl.models.losses import REGRESSIONS
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
+from comfedl.utils.samples import first
 from comfedl.utils.toml import describe
 
 
@@ -226,12 +227,12 @@ class DataTable(NamedTable):
             outputs = len(encoding.classes) if loss == "cross_entropy" else 1
             return SampleSpec(encoding.shape, outputs, torch.float32)
         fed = self.make_data(seed, loss=loss)
-        return SampleSpec(tuple(fed.train.x.shape[1:]), self.outputs(fed, loss), fed.train.x.dtype)
+        return SampleSpec(fed.train.shape, self.outputs(fed, loss), first(fed.train.x).dtype)
 
     def outputs(self, fed: FederatedData, loss: str) -> int:
         """The number of outputs that a model needs: one per class, or one per number in y."""
         if loss in REGRESSIONS:
-            return math.prod(fed.train.y.shape[1:])
+            return math.prod(first(fed.train.y).shape[1:])
         if loss == "bce":
             return 1
         if not self._is_user_data:
@@ -239,7 +240,7 @@ class DataTable(NamedTable):
         if fed.encoding is not None and fed.encoding.classes:
             return len(fed.encoding.classes)
         splits = [split for name in ("train", "validation", "test") if (split := fed.split(name)) is not None]
-        return max(1 + int(split.y.max()) for split in splits)
+        return max(1 + int(first(split.y).max()) for split in splits)
 
     def outputs_without_data(self, loss: str) -> int:
         """The same on a server that does not have the data."""

@@ -16,16 +16,17 @@ from comfedl.config import build
 from comfedl.config.data_schema import SITES, DataTable, NamedTable, SitesTable
 from comfedl.data.federated import FederatedData
 from comfedl.data.tabular import Encoding
+from comfedl.data.transform import TRANSFORMS, TransformFunction, check_transform, describe_transform
 from comfedl.engines import AT_SITES, default_options as engine_options
 from comfedl.engines.faults import FAULTS, Fault
 from comfedl.engines.kernels import VECTORIZE
 from comfedl.engines.process_group import BACKENDS
 from comfedl.models import zoo
-from comfedl.models.losses import LOSSES, OWN_LOSSES, TASKS, Loss, LossFunction
+from comfedl.models.losses import LOSSES, MODEL_LOSS, OWN_LOSSES, TASKS, Loss, LossFunction
 from comfedl.models.metrics import BINARY, CLASSIFICATION, REGRESSION, requested_metrics
 from comfedl.training.callbacks import Callback
 from comfedl.training.fit import fit
-from comfedl.training.options import RECORDED, RunOptions
+from comfedl.training.options import RECORDED, SAVES, RunOptions
 from comfedl.training.result import Result
 from comfedl.training.stopping import EarlyStopping
 from comfedl.utils import checks
@@ -110,6 +111,7 @@ class Config(BaseModel):
     checkpoint_every: int | None = None
     quorum: float = 0.5
     save_personal: bool = True
+    save_frozen: bool = True
     outer_share: float = 0.2
     engine: str = "embedded"
     loss: str | dict[str, Any] = "cross_entropy"
@@ -122,6 +124,7 @@ class Config(BaseModel):
     algorithm: NamedTable
     stop: StopTable | None = None
     faults: list[NamedTable] | None = None
+    transform: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     tune: dict[str, Any] | None = None
     """The search space of ``comfedl tune``; ignored by a run."""
 
@@ -140,15 +143,15 @@ class Config(BaseModel):
 
     def make_model(self, fed: FederatedData) -> nn.Module:
         """The model, with initial parameters that depend only on the seed."""
-        return self.build_model(tuple(fed.train.x.shape[1:]), self.data.outputs(fed, self.loss_name))
+        return self.build_model(fed.train.shape, self.data.outputs(fed, self.loss_name))
 
-    def make_model_for(self, shape: Sequence[int]) -> nn.Module:
+    def make_model_for(self, shape: Any) -> nn.Module:
         """The model for samples of this shape, on a server that does not have the data."""
         outputs = None if self.flower is None else self.flower.outputs
         return self.build_model(shape, self.data.outputs_without_data(self.loss_name) if outputs is None else outputs)
 
-    def build_model(self, shape: Sequence[int], outputs: int) -> nn.Module:
-        """The model for samples of this shape, with this number of outputs."""
+    def build_model(self, shape: Any, outputs: int) -> nn.Module:
+        """The model for samples of this shape (or tuple or dict of shapes), with this number of outputs."""
         name, function, options = self.model.name, self._model_function(), self.model.arguments
         model = build.call_user_code("model.name", name, zoo.build, function, shape, outputs, self.seed, **options)
         if not isinstance(model, nn.Module):
@@ -171,6 +174,7 @@ class Config(BaseModel):
         if self.flower is not None:
             self.flower.check()
         self.make_loss()
+        self.make_transform()
         requested_metrics(self.make_metrics(), self.task)
         for name, table in self._engine_tables().items():
             checks.one_of(f"{name}.vectorize", table.vectorize, VECTORIZE)
@@ -220,6 +224,22 @@ class Config(BaseModel):
             made.append(build.from_table(found, arguments, "faults"))
         return tuple(made)
 
+    def make_transform(self) -> list[TransformFunction]:
+        """The functions that change training batches."""
+        return [_transform(each) for each in self._transforms()]
+
+    def _transforms(self) -> list[str | dict[str, Any]]:
+        if self.transform is None:
+            return []
+        return self.transform if isinstance(self.transform, list) else [self.transform]
+
+    def _described_transform(self) -> Any:
+        found = [
+            each if isinstance(each, str) and ":" in each else describe_transform(_transform(each))
+            for each in self._transforms()
+        ]
+        return found if isinstance(self.transform, list) else found[0]
+
     def make_loss(self) -> str | LossFunction:
         """The loss: the name of a plain one, one with arguments, or the user's function."""
         table = dict(self.loss) if isinstance(self.loss, Mapping) else {"name": self.loss}
@@ -234,9 +254,9 @@ class Config(BaseModel):
             if not callable(function):
                 raise ConfigError(f"loss is {name!r}, which is not a function (output, y) that returns a mean loss.")
             return function  # type: ignore[no-any-return]
-        if not table and name in LOSSES:
+        if not table and name in (*LOSSES, MODEL_LOSS):
             return name
-        checks.one_of("loss" if isinstance(self.loss, str) else "loss.name", name, [*LOSSES, "focal"])
+        checks.one_of("loss" if isinstance(self.loss, str) else "loss.name", name, [*LOSSES, MODEL_LOSS, "focal"])
         if name not in OWN_LOSSES:
             raise build.unknown_key("loss", next(iter(table)), ["name"], name)
         arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
@@ -280,7 +300,7 @@ class Config(BaseModel):
         method = self.make_algorithm()
         algorithm = {key: value for key, value in describe(method).items() if key != "name"}
         model = build.default_options(self._model_function(), skip=2)
-        left_out = {"save_personal"} if self.save_personal else set()
+        left_out = {name for name in SAVES if getattr(self, name)}
         left_out |= set() if method.weighs_on_outer else {"outer_share"}
         # References to the user's code ("module:name") stay as they were written.
         references = {key: value for key, value in self.algorithm.arguments.items() if isinstance(value, str)}
@@ -290,6 +310,7 @@ class Config(BaseModel):
             **({} if self.metrics is None else {"metrics": self.metrics}),
             **({} if self.stop is None else {"stop": self.stop.model_dump()}),
             **({} if not self.faults else {"faults": [describe(fault) for fault in self.make_faults()]}),
+            **({} if self.transform is None else {"transform": self._described_transform()}),
             "data": self.data.resolved(),
             "model": {"name": self.model.name, **model, **self.model.arguments},
             "algorithm": {"name": self.algorithm.name, **algorithm, **references},
@@ -380,7 +401,19 @@ def run_config(
         stop=config.early_stopping,
         metrics=config.make_metrics(),
         faults=config.make_faults(),
+        transform=config.make_transform(),
     )
+
+
+def _transform(given: str | dict[str, Any]) -> TransformFunction:
+    """A transform from its name, its table or "module:function"."""
+    if isinstance(given, str) and ":" in given:
+        found = build.import_object("transform", given)
+        check_transform(found)
+        return found  # type: ignore[no-any-return]
+    table = {"name": given} if isinstance(given, str) else given
+    made: TransformFunction = build.build_named(table, "transform", TRANSFORMS, 'name = "crop", padding = 4')
+    return made
 
 
 EXAMPLES = {"data": "digits", "model": "logistic", "algorithm": "comfedl"}

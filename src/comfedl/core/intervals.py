@@ -17,7 +17,9 @@ from torch import Tensor
 from comfedl.core.learner import Batch, Learner, Model
 from comfedl.models.losses import per_sample_form
 from comfedl.models.metrics import METRICS, MetricFunction, PerClient, is_whole, mean_per_sample
+from comfedl.models.outputs import is_of_library, is_sequence, logits
 from comfedl.utils.errors import MetricFailed
+from comfedl.utils.samples import Samples
 
 Z = 1.959963984540054  # the 97.5 % quantile of the standard normal distribution
 WILSON, STUDENT, BOOTSTRAP = "Wilson", "Student's t", "bootstrap"
@@ -151,7 +153,14 @@ def score_intervals(
     if outputs is None:
         return {}
     functions = {"loss": learner.loss_function, **learner.metrics}
-    return dict(_intervals(functions, *outputs, make_generator, with_own))
+    output, y = outputs
+    if not isinstance(output, Tensor):  # a dict or dataclass, of which the library's functions see the logits
+        functions = {name: function for name, function in functions.items() if is_of_library(function)}
+        output = logits(output)
+    # The targets of a sequence are not independent, so they have no interval.
+    if not isinstance(output, Tensor) or not isinstance(y, Tensor) or is_sequence(output, y):
+        return {}
+    return dict(_intervals(functions, output, y, make_generator, with_own))
 
 
 def _intervals(
@@ -180,16 +189,16 @@ def _intervals(
             yield name, found
 
 
-def _outputs(learner: Learner, model: Model, data: Batch) -> tuple[Tensor, Tensor] | None:
-    """The model's outputs on all samples, as a metric gets them, and y; None if they are not one tensor."""
-    kept: list[tuple[Tensor, Tensor]] = []
+def _outputs(learner: Learner, model: Model, data: Batch) -> tuple[Any, Samples] | None:
+    """The model's outputs on all samples, as a metric gets them, and y; None if they cannot be concatenated."""
+    kept: list[tuple[Any, Samples]] = []
 
-    def keep(output: Tensor, y: Tensor) -> float:
+    def keep(output: Any, y: Samples) -> float:
         kept.append((output, y))
         return 0.0
 
     try:
         learner.means(model, data, {"outputs": PerClient("outputs", keep)})
-    except TypeError:  # they cannot be concatenated
+    except TypeError:
         return None
     return kept[0]

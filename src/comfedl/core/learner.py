@@ -9,25 +9,30 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from comfedl.core.client_statistics import undefinable
-from comfedl.models.functional import Stateless
+from comfedl.models.functional import Stateless, may_attend
 from comfedl.models.losses import LossFunction
 from comfedl.models.metrics import MetricFunction, WholeMetric, is_whole
-from comfedl.utils import tree
+from comfedl.models.outputs import fits, joined, mean_of, of_samples, read
+from comfedl.utils import samples, tree
+from comfedl.utils.samples import Samples
 from comfedl.utils.tree import Tree
 
 if TYPE_CHECKING:
     from comfedl.core.optim import ClientOptimizer
 
 Params = dict[str, Tensor]
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Samples, Samples]
+"""x and y, each a tensor, or a tuple or dict of tensors with one row per sample."""
 Pullback = Callable[[Tree], Params]
 """A VJP: from the cotangent of a function's value to that of its parameters."""
 Slope = Callable[[Tensor], Tensor]
@@ -60,6 +65,7 @@ class Learner:
         self.call = None if module is None else Stateless(copy.deepcopy(module))
         self.loss_function = loss
         self.metrics = metrics or {}
+        self.attends = module is not None and may_attend(module)
 
     def copy(self) -> Self:
         """A deep copy, for another thread."""
@@ -99,7 +105,7 @@ class Learner:
         """The model; only its structure is used."""
         return None if self.call is None else self.call.module
 
-    def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
+    def output(self, params: Params, buffers: Params, x: Samples, train: bool) -> tuple[Any, Params]:
         """The model's output on ``x``, and the updated buffers (unchanged unless ``train``)."""
         assert self.call is not None
         # The module updates its buffers in place; it gets copies, so that this function stays pure.
@@ -111,7 +117,7 @@ class Learner:
         assert self.loss_function is not None
         x, y = double_single_sample(batch)
         output, after = self.output(params, buffers, x, train)
-        return self.loss_function(output, y), after
+        return mean_of(self.loss_function, output, y), after
 
     def loss_and_vjp(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
         """The mean loss on a batch, its VJP (call it once), and the updated buffers."""
@@ -124,8 +130,10 @@ class Learner:
             loss, updated = self.loss(params, buffers, batch)
             return _vjp(loss, params, torch.ones_like(loss), create_graph=True), updated
 
-        # The Hessian is symmetric, so the gradient's VJP is the Hessian-vector product.
-        return value_and_vjp(loss_gradient, params)
+        # The Hessian is symmetric, so the gradient's VJP is the Hessian-vector product. Of torch's kernels for
+        # attention only the plain one has a second derivative.
+        with sdpa_kernel(SDPBackend.MATH) if self.attends else nullcontext():
+            return value_and_vjp(loss_gradient, params)
 
     def mean_loss(self, model: Model, data: Batch) -> Tensor:
         """A model's mean loss on a whole dataset."""
@@ -141,23 +149,37 @@ class Learner:
     def means(self, model: Model, data: Batch, functions: Mapping[str, MetricFunction]) -> dict[str, Tensor]:
         """Functions (output, y) on a whole dataset, chunk by chunk and without a graph.
 
-        They are means over samples, except those of ``metrics.WHOLE``, which need all outputs at once.
+        They are means over samples, except those of ``metrics.WHOLE``, which need all outputs at once. Metrics of the
+        library that cannot be told from such outputs are left out.
         """
         plain, whole = split_by_kind(functions)
-        outputs: list[Tensor] = []
-
-        def of(part: Batch) -> dict[str, Tensor]:
-            x, y = double_single_sample(part)
-            output, _ = self.output(model["params"], model["buffers"], x, train=False)
-            if whole:
-                outputs.append(output[: len(part[0])])
-            return {name: function(output, y) for name, function in plain.items()}
-
-        means: dict[str, Tensor] = mean_over(data, of)
-        if not whole:
+        outputs: list[Any] = []
+        sizes: list[int] = []
+        parts: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in plain}
+        with torch.no_grad():
+            for part in chunks(data):
+                x, y = double_single_sample(part)
+                output, _ = self.output(model["params"], model["buffers"], x, train=False)
+                if whole:
+                    sizes.append(samples.count(part[0]))
+                    outputs.append(of_samples(output, samples.count(x), sizes[-1]))
+                for name, function in plain.items():
+                    seen = read(function, output, y)
+                    if name != "loss" and not fits(function, *seen):
+                        continue
+                    # Of a sequence, every target that counts has the same share.
+                    parts[name].append((samples.count(seen[1]), function(*seen)))
+            means = {name: _weighted_mean(found) for name, found in parts.items() if found}
+            if not whole:
+                return means
+            entire = joined(outputs, sizes)
+            for name, metric in whole.items():
+                output, y = read(metric, entire, data[1])
+                if not fits(metric, output, y):
+                    continue
+                size = torch.tensor([samples.count(y)], device=samples.first(y).device)
+                means[name] = metric(output, y, size)[0]
             return means
-        size = torch.tensor([len(data[1])], device=data[1].device)
-        return means | {name: function(torch.cat(outputs), data[1], size)[0] for name, function in whole.items()}
 
 
 def value_and_vjp(function: Callable[[Tree], tuple[Tree, Any]], at: Tree) -> tuple[Any, Callable[[Tree], Any], Any]:
@@ -190,22 +212,22 @@ def split_by_kind(functions: Mapping[str, MetricFunction]) -> tuple[dict[str, Lo
 
 def double_single_sample(batch: Batch) -> Batch:
     """Repeat a single sample: means do not change, and batch statistics become defined."""
-    return (torch.cat([batch[0]] * 2), torch.cat([batch[1]] * 2)) if len(batch[0]) == 1 else batch
+    x = batch[0]
+    if (len(x) if isinstance(x, Tensor) else samples.count(x)) > 1:
+        return batch
+    return samples.cat([batch[0]] * 2), samples.cat([batch[1]] * 2)
 
 
 def chunks(data: Batch) -> Iterator[Batch]:
     """Cut a dataset into parts of at most ``CHUNK`` samples, in order."""
-    parts = math.ceil(len(data[0]) / CHUNK)
+    parts = math.ceil(samples.count(data[0]) / CHUNK)
     # Of nearly equal size, so that batch statistics never see a single leftover sample.
-    yield from zip(*(part.tensor_split(parts) for part in data), strict=True)
+    sizes = [len(part) for part in samples.first(data[0]).tensor_split(parts)]
+    for stop, size in zip(accumulate(sizes), sizes, strict=True):
+        yield samples.between(data[0], stop - size, stop), samples.between(data[1], stop - size, stop)
 
 
-def mean_over(data: Batch, of: Callable[[Batch], Tree]) -> Tree:
-    """The mean over all samples of per-batch means, chunk by chunk and without a graph."""
-    with torch.no_grad():
-        parts = [(len(part[0]) / len(data[0]), of(part)) for part in chunks(data)]
-        shares = [share for share, _ in parts]
-        return tree.map(
-            lambda *means: torch.stack([share * mean for share, mean in zip(shares, means, strict=True)]).sum(dim=0),
-            *(means for _, means in parts),
-        )
+def _weighted_mean(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """The mean of means over parts of these sizes; NaN if all are empty."""
+    total = sum(size for size, _ in parts)
+    return torch.stack([(size / total if total else math.nan) * mean for size, mean in parts]).sum(dim=0)

@@ -35,7 +35,8 @@ class Draw:
 
     A client with fewer than ``size`` samples draws with replacement, or with ``bounded`` uses each of them once. Steps
     with the same ``purpose`` draw the same samples in a round; by default it is "step/draw". ``fallback`` is the split
-    that replaces missing "outer" data.
+    that replaces missing "outer" data. ``transformed`` batches are those of training, which the user's transform
+    changes.
     """
 
     split: str = "train"
@@ -44,6 +45,7 @@ class Draw:
     bounded: bool = False
     purpose: str | None = None
     fallback: str = "train"
+    transformed: bool = False
 
 
 class Data(StrEnum):

@@ -15,7 +15,9 @@ from comfedl.data.federated import FederatedData
 from comfedl.data.from_tables import SPLITS, Shares, by_split, from_batches, from_table, rows_by_name, split_clients
 from comfedl.data.table import Table
 from comfedl.data.tabular import Encoding, sort_labels
+from comfedl.utils import samples
 from comfedl.utils.errors import ConfigError, DataError
+from comfedl.utils.samples import Samples
 
 CLIENT, SPLIT = " client", " split"  # added columns; the space avoids a clash with those of the data
 
@@ -58,11 +60,10 @@ def from_huggingface(
         assert fed.encoding is not None
         fed.encoding = replace(fed.encoding, client=client)
         return fed
-    if len(chosen) > 1:
-        raise DataError(f"The columns {', '.join(chosen)} are not all scalars; choose one of them with x.")
     for option in options:
         raise ConfigError(f"{option} is for tables, but the column {chosen[0]!r} holds arrays; leave it out.")
-    return _from_arrays(_column(parts, chosen[0]), labels, names, splits, shares)
+    columns = {name: _stack(name, _column(parts, name)) for name in chosen}
+    return _from_arrays(columns if len(columns) > 1 else columns[chosen[0]], labels, names, splits, shares)
 
 
 def _parts(data: Any, client: str | None) -> list[DatasetPart]:
@@ -114,32 +115,44 @@ def _labels(parts: Sequence[DatasetPart], y: str) -> list[Any]:
 
 
 def _from_arrays(
-    xs: Sequence[Any], labels: Sequence[Any], names: Sequence[str], splits: Sequence[str] | None, shares: Shares
+    x: Samples, labels: Sequence[Any], names: Sequence[str], splits: Sequence[str] | None, shares: Shares
 ) -> FederatedData:
-    x = _stack(xs)
+    """Data from one tensor, or a dict of them by column, and the column of labels: classes, numbers or sequences."""
     classes: tuple[str, ...] = ()
     if all(isinstance(label, float) for label in labels):
         y = torch.tensor(labels, dtype=torch.float32)
+    elif isinstance(labels[0], list | np.ndarray):  # the targets of a sequence
+        y = _stack("the labels", labels)
     else:
         classes = sort_labels([str(label) for label in labels])
         index = {label: k for k, label in enumerate(classes)}
         y = torch.tensor([index[str(label)] for label in labels])
-    encoding = Encoding(classes=classes, shape=tuple(x.shape[1:]))
+    encoding = Encoding(classes=classes, shape=tuple(x.shape[1:]) if isinstance(x, Tensor) else ())
     clients = np.array(names, dtype=object)
     if splits is None:
-        batches = {name: (x[rows], y[rows]) for name, rows in rows_by_name(clients).items()}
+        batches = {
+            name: (samples.select(x, torch.from_numpy(rows)), y[rows]) for name, rows in rows_by_name(clients).items()
+        }
         return split_clients(batches, shares, encoding)
     return from_batches(by_split(x, y, clients, np.array(splits, dtype=object)), encoding)
 
 
-def _stack(values: Sequence[Any]) -> Tensor:
-    """Stack arrays into one tensor; images (bytes) are scaled to [0, 1] with channels first."""
+def _stack(name: str, values: Sequence[Any]) -> Tensor:
+    """Stack arrays into one tensor; images (bytes) are scaled to [0, 1] with channels first.
+
+    Whole numbers stay whole, as tokens must, but arrays of two dimensions and more become floating-point numbers.
+    """
     try:
         stack = np.stack([np.asarray(value) for value in values])
     except ValueError as error:
-        raise DataError(f"The samples cannot be stacked ({error}); give all the same shape.") from None
+        raise DataError(
+            f"The samples of {name!r} cannot be stacked ({error}); give all the same shape, sequences padded to one "
+            "length."
+        ) from None
     if stack.dtype.kind not in "biuf":
-        raise DataError(f"The samples have the type {stack.dtype}; give numbers.")
+        raise DataError(f"The samples of {name!r} have the type {stack.dtype}; give numbers, or choose columns with x.")
+    if stack.dtype != np.uint8 and stack.dtype.kind in "biu" and stack.ndim <= 2:
+        return torch.from_numpy(stack if stack.dtype.kind == "b" else stack.astype(np.int64))
     if stack.dtype != np.uint8:
         return torch.from_numpy(stack.astype(np.float32))
     images = stack[:, None] if stack.ndim == 3 else np.moveaxis(stack, -1, 1) if stack.ndim == 4 else stack

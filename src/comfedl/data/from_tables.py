@@ -1,4 +1,4 @@
-"""FederatedData from tables and torch Datasets, each client's samples split into train, validation and test."""
+"""FederatedData from tables, each client's samples split into train, validation and test."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
 
 from comfedl.data.cell_format import make_format
-from comfedl.data.client_names import NumberedNames
 from comfedl.data.federated import Batch, FederatedData
 from comfedl.data.fit_table import TableRows, TaskOptions, check_impute, describe_column, fit_encoding
 from comfedl.data.partition import stratified
@@ -24,8 +22,9 @@ from comfedl.data.table import Rows, Table, as_table
 from comfedl.data.table_files import read_table
 from comfedl.data.table_report import TableReport
 from comfedl.data.tabular import Encoding
-from comfedl.utils import checks, rng, torchrun
+from comfedl.utils import checks, rng, samples, torchrun
 from comfedl.utils.errors import ConfigError, DataError, nearest
+from comfedl.utils.samples import Samples
 
 logger = logging.getLogger("comfedl")
 
@@ -192,14 +191,14 @@ def rows_by_name(names: NDArray[Any]) -> dict[str, Rows]:
     return {str(name): own for name, own in zip(found, rows, strict=True)}
 
 
-def by_split(x: Tensor, y: Tensor, names: NDArray[Any], splits: NDArray[Any]) -> dict[str, dict[str, Batch]]:
+def by_split(x: Samples, y: Tensor, names: NDArray[Any], splits: NDArray[Any]) -> dict[str, dict[str, Batch]]:
     """The samples of each split and client, given the client's name and the split of each row."""
     found: dict[str, dict[str, Batch]] = {split: {} for split in SPLITS}
     for name, own in rows_by_name(names).items():
         for split in SPLITS:
             rows = torch.from_numpy(own[splits[own] == split])
             if len(rows):
-                found[split][name] = (x[rows], y[rows])
+                found[split][name] = (samples.select(x, rows), y[rows])
     return found
 
 
@@ -263,71 +262,10 @@ def split_clients(clients: Mapping[str, Batch], shares: Shares, encoding: Encodi
     shares.check()
     found: dict[str, dict[str, Batch]] = {split: {} for split in SPLITS}
     for name, (x, y) in clients.items():
-        is_label = y.ndim == 1 and not y.is_floating_point()
-        labels = y.numpy() if is_label else np.zeros(len(y), dtype=np.int64)
+        is_label = isinstance(y, Tensor) and y.ndim == 1 and not y.is_floating_point()
+        labels = y.numpy() if is_label else np.zeros(samples.count(y), dtype=np.int64)
         for split, rows in shares.split_rows(name, labels).items():
             if len(rows):
-                found[split][name] = (x[torch.from_numpy(rows)], y[torch.from_numpy(rows)])
+                picked = torch.from_numpy(rows)
+                found[split][name] = (samples.select(x, picked), samples.select(y, picked))
     return from_batches(found, encoding)
-
-
-# Torch Datasets.
-
-
-def from_datasets(train: Any, validation: Any, test: Any, seed: int) -> FederatedData:
-    """See ``FederatedData.from_datasets``."""
-    share = {name: part for name, part in (("validation", validation), ("test", test)) if _is_share(part)}
-    shares = Shares(**{"validation": 0.0, "test": 0.0, **share}, seed=seed)
-    fed = split_clients(_read_all("train", train), shares)
-    given = {name: part for name, part in (("validation", validation), ("test", test)) if not _is_share(part)}
-    parts = {name: found for name in SPLITS if (found := fed.split(name)) is not None}
-    read = {name: _read_all(name, part) for name, part in given.items() if part is not None}
-    return from_batches({**parts, **read}) if read else fed
-
-
-def _is_share(part: Any) -> bool:
-    return isinstance(part, int | float)
-
-
-def _read_all(split: str, given: Any) -> dict[str, Batch]:
-    if isinstance(given, Mapping):
-        named = dict(given)
-    elif isinstance(given, list | tuple):
-        named = dict(zip(NumberedNames(len(given)), given, strict=True))
-    else:
-        raise DataError(
-            f"{split} is a {type(given).__name__}, but it must be a dict of Datasets by client name, or a list."
-        )
-    return {name: _read(f"Client {name!r} in {split}", dataset) for name, dataset in named.items()}
-
-
-def _read(who: str, dataset: Any) -> Batch:
-    """Stack all samples of a map-style Dataset."""
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-        return dataset.tensors[0], dataset.tensors[1]
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise DataError(f"{who} is a {type(dataset).__name__}; give a map-style Dataset, with __getitem__ and __len__.")
-    if len(dataset) == 0:
-        raise DataError(f"{who} has no samples; give it some, or leave it out.")
-    xs, ys = zip(*(_sample(who, dataset[i]) for i in range(len(dataset))), strict=True)
-    odd = next((x.shape for x in xs if x.shape != xs[0].shape), None)
-    if odd is not None:
-        raise DataError(f"{who} has samples of shape {tuple(xs[0].shape)} and {tuple(odd)}; give all the same shape.")
-    return torch.stack(xs), torch.stack(ys)
-
-
-def _sample(who: str, sample: Any) -> Batch:
-    if not isinstance(sample, tuple | list) or len(sample) != 2:
-        kind = f"{type(sample).__name__} of {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
-        raise DataError(
-            f"{who} has samples that are a {kind}, but a sample must be a pair (x, y); wrap the Dataset in one whose "
-            "__getitem__ returns a pair."
-        )
-    try:
-        x, y = (torch.as_tensor(part) for part in sample)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"{who} has samples that are not numbers ({error}); give tensors or arrays, for example with the transform "
-            "ToTensor()."
-        ) from None
-    return x, y

@@ -14,6 +14,7 @@ from comfedl.data.partition import drawn
 from comfedl.data.split import Split
 from comfedl.utils import rng
 from comfedl.utils.errors import ConfigError
+from comfedl.utils.samples import Samples
 
 
 def held_out(samples: int, share: float) -> int:
@@ -36,7 +37,8 @@ def set_aside(fed: FederatedData, share: float, seed: int) -> FederatedData:
     kept, held = [], []
     for i, name in enumerate(train.names):
         generator = rng.generator(seed, "data/outer share", client=name)
-        inside, outside = _split(train.samples_of(i)[1], held_out(int(train.sizes[i]), share), generator)
+        y, samples = train.samples_of(i)[1], int(train.sizes[i])
+        inside, outside = _split(y, samples, held_out(samples, share), generator)
         kept.append(inside + train.offsets[i])
         held.append(outside + train.offsets[i])
     splits = {name: split for name in ("validation", "test") if (split := fed.split(name)) is not None}
@@ -45,13 +47,16 @@ def set_aside(fed: FederatedData, share: float, seed: int) -> FederatedData:
     return made
 
 
-def _split(y: Tensor, count: int, generator: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _split(
+    y: Samples, samples: int, count: int, generator: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Positions that stay and ``count`` that are set aside, stratified by label where labels are classes."""
-    labels = y.cpu()
-    if labels.ndim == 1 and (not labels.is_floating_point() or bool(((labels == 0) | (labels == 1)).all())):
-        return drawn(labels.numpy().astype(np.int64), count, generator)
-    held = np.sort(generator.choice(len(labels), size=count, replace=False))
-    return np.setdiff1d(np.arange(len(labels)), held), held
+    if isinstance(y, Tensor) and y.ndim == 1:
+        labels = y.cpu()
+        if not labels.is_floating_point() or bool(((labels == 0) | (labels == 1)).all()):
+            return drawn(labels.numpy().astype(np.int64), count, generator)
+    held = np.sort(generator.choice(samples, size=count, replace=False))
+    return np.setdiff1d(np.arange(samples), held), held
 
 
 def _part(split: Split, positions: list[NDArray[np.int64]]) -> Split:

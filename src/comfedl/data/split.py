@@ -1,4 +1,4 @@
-"""Split: the samples of all clients in two flat tensors."""
+"""Split: the samples of all clients in flat tensors."""
 
 from __future__ import annotations
 
@@ -10,22 +10,41 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from comfedl.data import client_names
+from comfedl.utils import samples, tree
+from comfedl.utils.samples import Samples
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Samples, Samples]
 
 
 class Split(Mapping[str, Batch]):
     """One split (such as train) of all clients, stored flat so that batches of many clients are gathered at once.
 
-    Client i has the positions from ``offsets[i]`` to ``offsets[i + 1] - 1``; position p is row p of ``x`` and ``y``, or
-    ``rows[p]`` if given. As a mapping it has the ``(x, y)`` of each client that has samples in the split.
+    ``x`` and ``y`` are tensors, or tuples or dicts of them. Client i has the positions from ``offsets[i]`` to
+    ``offsets[i + 1] - 1``; position p is row p of ``x`` and ``y``, or ``rows[p]`` if given. As a mapping it has the
+    ``(x, y)`` of each client that has samples in the split.
     """
 
     def __init__(
-        self, x: Tensor, y: Tensor, names: Sequence[str], offsets: NDArray[np.int64], rows: Tensor | None = None
+        self, x: Samples, y: Samples, names: Sequence[str], offsets: NDArray[np.int64], rows: Tensor | None = None
     ) -> None:
         self.x, self.y, self.names, self.offsets, self.rows = x, y, names, offsets, rows
         self.sizes: NDArray[np.int64] = np.diff(offsets)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the samples."""
+        return samples.first(self.x).device
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether x and y are a tensor each."""
+        return isinstance(self.x, Tensor) and isinstance(self.y, Tensor)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one x; for a tuple or dict of tensors, a tuple or dict of shapes."""
+        found: tuple[int, ...] = samples.shapes(self.x)
+        return found
 
     def position(self, client: str) -> int:
         """The client's index in ``names``."""
@@ -46,19 +65,25 @@ class Split(Mapping[str, Batch]):
     def __len__(self) -> int:
         return int(np.count_nonzero(self.sizes))
 
+    def head(self, size: int) -> Batch:
+        """The first samples, of whichever client."""
+        return samples.between(self.x, 0, size), samples.between(self.y, 0, size)
+
     def samples_of(self, i: int) -> Batch:
         """All of the i-th client's samples."""
-        start, stop = int(self.offsets[i]), int(self.offsets[i + 1])
+        return self._between(int(self.offsets[i]), int(self.offsets[i + 1]))
+
+    def _between(self, start: int, stop: int) -> Batch:
+        """The samples at these positions in a row; views, unless there are ``rows``."""
         if self.rows is None:
-            return self.x[start:stop], self.y[start:stop]
+            return samples.between(self.x, start, stop), samples.between(self.y, start, stop)
         rows = self.rows[start:stop]
-        return self.x.index_select(0, rows), self.y.index_select(0, rows)
+        return samples.select(self.x, rows), samples.select(self.y, rows)
 
     def samples_of_all(self, clients: NDArray[np.int64]) -> Batch:
         """All samples of these clients, concatenated."""
         if self.rows is None and (np.diff(clients) == 1).all():
-            start, stop = int(self.offsets[clients[0]]), int(self.offsets[clients[-1] + 1])
-            return self.x[start:stop], self.y[start:stop]
+            return self._between(int(self.offsets[clients[0]]), int(self.offsets[clients[-1] + 1]))
         return self.gather(np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in clients]))
 
     def take(self, i: int, positions: NDArray[np.int64]) -> Batch:
@@ -68,16 +93,19 @@ class Split(Mapping[str, Batch]):
     def gather(self, positions: NDArray[np.int64]) -> Batch:
         """The samples at these positions; x has the shape [*positions.shape, *sample shape], and so has y."""
         rows = self.rows_at(positions)
-        x, y = self.x.index_select(0, rows), self.y.index_select(0, rows)
-        return x.view(*positions.shape, *x.shape[1:]), y.view(*positions.shape, *y.shape[1:])
+        x, y = (samples.shaped(samples.select(part, rows), positions.shape) for part in (self.x, self.y))
+        return x, y
 
     def rows_at(self, positions: NDArray[np.int64]) -> Tensor:
         """The rows of ``x`` and ``y`` at these positions, as one flat tensor."""
-        flat = torch.from_numpy(positions.reshape(-1)).to(self.x.device)
+        flat = torch.from_numpy(positions.reshape(-1)).to(self.device)
         return flat if self.rows is None else self.rows.index_select(0, flat)
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Split:
         """A copy on this device, with floating-point tensors in this dtype."""
-        x, y = (part.to(device, dtype if part.is_floating_point() else None) for part in (self.x, self.y))
+
+        def moved(part: Tensor) -> Tensor:
+            return part.to(device, dtype if part.is_floating_point() else None)
+
         rows = None if self.rows is None else self.rows.to(device)
-        return Split(x, y, self.names, self.offsets, rows)
+        return Split(tree.map(moved, self.x), tree.map(moved, self.y), self.names, self.offsets, rows)

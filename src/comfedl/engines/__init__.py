@@ -9,6 +9,7 @@ from typing import Any
 from comfedl.core.learner import Learner
 from comfedl.core.protocol import Engine, Step
 from comfedl.data.federated import FederatedData
+from comfedl.data.transform import TransformFunction
 from comfedl.engines.distributed import Distributed
 from comfedl.engines.embedded import Embedded
 from comfedl.engines.faults import Fault, Faulty, poisoned
@@ -23,7 +24,8 @@ AT_SITES = "flower"
 
 def default_options(name: str) -> dict[str, Any]:
     """An engine's options and defaults, from its signature; "distributed" also takes those of "embedded"."""
-    own = {key: p.default for key, p in inspect.signature(ENGINES[name]).parameters.items() if p.kind != p.VAR_KEYWORD}
+    parameters = inspect.signature(ENGINES[name]).parameters
+    own = {key: p.default for key, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
     below = default_options("embedded") if ENGINES[name] is Distributed else {}
     return below | {key: own[key] for key in [*own][5:]}
 
@@ -37,6 +39,7 @@ def make_engine(
     state: Tree = None,
     options: Mapping[str, Any] | None = None,
     faults: Sequence[Fault] = (),
+    transforms: Sequence[TransformFunction] = (),
 ) -> Engine:
     """The engine of this name, with these data; ``state`` is every client's initial state."""
     if name == AT_SITES:
@@ -47,5 +50,6 @@ def make_engine(
     checks.one_of("engine", name, ENGINES)
     for option in options or {}:
         checks.one_of(f"An option of the engine {name}", option, default_options(name))
-    engine = ENGINES[name](poisoned(data, faults), learner, steps, seed, state, **options or {})
+    data = poisoned(data, faults)
+    engine = ENGINES[name](data, learner, steps, seed, state, transforms=transforms, **options or {})
     return Faulty(engine, faults, steps, seed) if faults else engine

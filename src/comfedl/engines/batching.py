@@ -15,8 +15,11 @@ from torch import Tensor
 from comfedl.core.learner import Batch
 from comfedl.core.protocol import Draw
 from comfedl.data.federated import FederatedData, Split
+from comfedl.data.transform import TransformFunction
 from comfedl.engines.stacked import Ragged
-from comfedl.utils import rng
+from comfedl.engines.transformed import Changes, TransformedBatches
+from comfedl.utils import rng, samples, tree
+from comfedl.utils.samples import Samples
 
 IntArray = NDArray[np.int64]
 
@@ -63,8 +66,10 @@ class LazyBatches(Sequence[Batch]):
         self._split, self._shape = split, places.shape[1:]
         rows = split.rows_at(places)
         self._rows = rows.view(len(places), math.prod(self._shape)).unbind()
+        y = split.y
         # Labels are small: gather those of all steps at once.
-        self._labels = split.y.index_select(0, rows).view(places.shape).unbind() if split.y.ndim == 1 else None
+        is_label = isinstance(y, Tensor) and y.ndim == 1
+        self._labels = y.index_select(0, rows).view(places.shape).unbind() if is_label else None
         self._latest: tuple[int, Batch] | None = None
 
     def __len__(self) -> int:
@@ -85,8 +90,8 @@ class LazyBatches(Sequence[Batch]):
         return self._latest[1]
 
     def iterate(self, buffer: BatchBuffer) -> Iterator[Batch]:
-        """All batches in order; each x is in this buffer, and is overwritten by the next."""
-        x = self._split.x
+        """All batches in order; each x, a tensor, is in this buffer, and is overwritten by the next."""
+        x: Tensor = self._split.x
         out = buffer.of((math.prod(self._shape), *x.shape[1:]), x)
         shaped = out.view(*self._shape, *x.shape[1:])
         for k, rows in enumerate(self._rows):
@@ -94,14 +99,15 @@ class LazyBatches(Sequence[Batch]):
             yield shaped, self._y(k)
 
     def _gathered(self, k: int) -> Batch:
-        x = self._split.x.index_select(0, self._rows[k])
-        return x.view(*self._shape, *x.shape[1:]), self._y(k)
+        return self._of(self._split.x, k), self._y(k)
 
-    def _y(self, k: int) -> Tensor:
-        if self._labels is not None:
-            return self._labels[k]
-        y = self._split.y.index_select(0, self._rows[k])
-        return y.view(*self._shape, *y.shape[1:])
+    def _y(self, k: int) -> Samples:
+        return self._of(self._split.y, k) if self._labels is None else self._labels[k]
+
+    def _of(self, part: Samples, k: int) -> Samples:
+        if isinstance(part, Tensor):  # the common case, made fast
+            return part.index_select(0, self._rows[k]).view(*self._shape, *part.shape[1:])
+        return samples.shaped(samples.select(part, self._rows[k]), self._shape)
 
 
 class BatchSampler:
@@ -163,7 +169,7 @@ class StepPlan:
             most = int(extent.max(initial=NO_DATA))
             if split is None or most == NO_DATA:
                 continue
-            row = sum(part[:1].numel() * part.element_size() for part in (split.x, split.y))
+            row = sum(leaf[:1].numel() * leaf.element_size() for leaf in tree.leaves((split.x, split.y)))
             self.nbytes += row * (most or draw.count * (draw.size or 0))
             drawing = extent == SAMPLED
             if drawing.any():
@@ -173,20 +179,34 @@ class StepPlan:
 class StepBatches:
     """The batches of one step in one round; indices are drawn at once, samples are gathered on access."""
 
-    def __init__(self, plan: StepPlan, step: str, seed: int, round: int) -> None:
+    def __init__(
+        self, plan: StepPlan, step: str, seed: int, round: int, transforms: Sequence[TransformFunction] = ()
+    ) -> None:
         self.plan, self.clients = plan, plan.clients
+        self._seed, self._round, self._transforms = seed, round, transforms
+        self._purposes = {name: draw.purpose or f"{step}/{name}" for name, draw in plan.draws.items()}
         self._places: dict[str, IntArray] = {}  # indices into the flat tensors of the split
         for name, sampler in plan.samplers.items():
-            purpose = plan.draws[name].purpose or f"{step}/{name}"
-            self._places[name] = sampler.places(round, partial(_keys, plan, sampler, seed, purpose))
+            self._places[name] = sampler.places(round, partial(_keys, plan, sampler, seed, self._purposes[name]))
 
     def of_one(self, k: int) -> dict[str, Sequence[Batch]]:
         """The batches of the k-th client."""
-        return {name: self._one(name, k) for name in self.plan.draws}
+        return {name: self._changed(name, self._one(name, k), [k], False) for name in self.plan.draws}
 
     def of_many(self, ks: IntArray) -> dict[str, Sequence[Batch]]:
         """The batches of several clients, stacked; ``group_clients`` says which can be."""
-        return {name: self._many(name, ks) for name in self.plan.draws}
+        return {name: self._changed(name, self._many(name, ks), ks.tolist(), True) for name in self.plan.draws}
+
+    def _changed(self, name: str, batches: Sequence[Batch], ks: list[int], stacked: bool) -> Sequence[Batch]:
+        """The batches after the user's transforms, if they are for training."""
+        if not self._transforms or not self.plan.draws[name].transformed or not len(batches):
+            return batches
+        changes = []
+        for k in ks:
+            client = self.plan.names[int(self.clients[k])]
+            seeds = partial(_noise_seed, self._seed, self._purposes[name], self._round, client)
+            changes.append(Changes(self._transforms, self._round, client, seeds))
+        return TransformedBatches(batches, changes, stacked)
 
     def _one(self, name: str, k: int) -> Sequence[Batch]:
         plan = self.plan
@@ -206,10 +226,16 @@ class StepBatches:
             return LazyBatches(split, self._places[name][plan.samplers[name].place[ks]].transpose(1, 0, 2))
         x, y = split.samples_of_all(self.clients[ks])
         if (sizes == sizes[0]).all():
-            whole = x.view(len(ks), -1, *x.shape[1:]), y.view(len(ks), -1, *y.shape[1:])
+            shape = (len(ks), int(sizes[0]))
+            whole = samples.shaped(x, shape), samples.shaped(y, shape)
         else:
             whole = cast(Batch, Ragged(x, y, torch.from_numpy(sizes).to(x.device)))
         return [whole] * plan.draws[name].count
+
+
+def _noise_seed(seed: int, purpose: str, round: int, client: str, k: int) -> int:
+    """The seed of the transforms of the k-th batch."""
+    return rng.key(seed, f"{purpose}/transform/{k}", round, client) >> 1
 
 
 def _keys(plan: StepPlan, sampler: BatchSampler, seed: int, purpose: str, round: int) -> list[int]:

@@ -63,7 +63,7 @@ class Distributed(Engine):
         self._clients = Embedded(data, learner, steps, seed, state, **embedded)
         self.names, self.sizes = self._clients.names, self._clients.sizes
         self.held_out = self._clients.held_out
-        self._device = data.train.x.device
+        self._device = data.train.device
         self._group = Group(backend, timeout_s, self._device)
         self.is_leader = self._group.rank == 0
         self._owner = assign_ranks(self.sizes, self._group.size)

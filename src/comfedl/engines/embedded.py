@@ -15,6 +15,7 @@ from torch import Tensor
 from comfedl.core.learner import Learner
 from comfedl.core.protocol import Engine, Outcome, Replies, Step, check_finite
 from comfedl.data.federated import FederatedData
+from comfedl.data.transform import TransformFunction
 from comfedl.engines.batching import IntArray, StepBatches, StepPlan, chunk_slices, group_clients
 from comfedl.engines.client_states import ClientStates
 from comfedl.engines.kernels import accelerate
@@ -59,6 +60,7 @@ class Embedded(Engine):
             the same.
         keep_memory: let the C library keep up to ``memory_mb`` of freed memory for the next round, in large pages if
             available. This affects the whole process (mallopt, madvise); False leaves it alone.
+        transforms: functions (x, generator) that change training batches, one after another.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Embedded(Engine):
         memory_mb: float = 512,
         workers: int | str = "auto",
         keep_memory: bool = True,
+        *,
+        transforms: Sequence[TransformFunction] = (),
     ) -> None:
         checks.positive("memory_mb", memory_mb)
         if workers != "auto":
@@ -86,7 +90,7 @@ class Embedded(Engine):
         threads = torch.get_num_threads() if workers == "auto" else int(workers)
         self._threads = ThreadPool(threads if self._thread_safe else 1)
         self._learners = {0: (self._one, self._many)}  # one pair per thread: modules are not thread-safe
-        self._initial = state
+        self._initial, self._transforms = state, transforms
         self._states = ClientStates()
         self._lock = threading.Lock()  # guards the states, which worker threads write
         self._plans: dict[str, StepPlan] = {}  # of each step, for the clients asked last
@@ -124,7 +128,7 @@ class Embedded(Engine):
             plan = StepPlan(self._data, named.draws, asked)
             if len(asked) <= MAX_CACHED:
                 self._plans[step] = plan
-        batches = StepBatches(plan, step, self._seed, round)
+        batches = StepBatches(plan, step, self._seed, round, self._transforms)
         received = self._one.to_layout(message)
         chunks = list(self._chunks(named, plan))
         if len(chunks) > 1:
@@ -277,7 +281,7 @@ class Embedded(Engine):
 
     def _devices(self) -> list[torch.device]:
         """The GPU that the clients are on, if any: its generator is restored as well."""
-        device = self._data.train.x.device
+        device = self._data.train.device
         return [device] if device.type == "cuda" else []
 
 

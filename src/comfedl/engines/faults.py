@@ -354,9 +354,7 @@ def poisoned(data: FederatedData, faults: Sequence[Fault]) -> FederatedData:
     splits = {
         name: split for name in ("train", "validation", "test", "outer") if (split := data.split(name)) is not None
     }
-    y = data.train.y
-    whole = not y.is_floating_point()
-    classes = int(y.max()) + 1 if whole else 2 * bool(((y == 0) | (y == 1)).all())
+    classes = tree.map(_classes, data.train.y)
     for name in ("train", "outer"):
         for fault in flips if name in splits else ():
             splits[name] = _relabelled(splits[name], fault, clients_of(fault, data.names), classes)
@@ -365,10 +363,25 @@ def poisoned(data: FederatedData, faults: Sequence[Fault]) -> FederatedData:
     return made
 
 
-def _relabelled(split: Split, fault: Fault, clients: Collection[int] | None, classes: int) -> Split:
-    y = split.y.clone()
-    for i in range(len(split.names)) if clients is None else clients:
-        rows: Tensor = torch.arange(int(split.offsets[i]), int(split.offsets[i + 1]), device=y.device)
-        rows = rows if split.rows is None else split.rows[rows.to(split.rows.device)].to(y.device)
-        y[rows] = fault.relabel(y[rows], classes)
-    return Split(split.x, y, split.names, split.offsets, split.rows)
+def _classes(y: Tensor) -> int:
+    """The number of classes; 0 if these are no labels."""
+    return int(y.max()) + 1 if not y.is_floating_point() else 2 * bool(((y == 0) | (y == 1)).all())
+
+
+def _relabelled(split: Split, fault: Fault, clients: Collection[int] | None, classes: Tree) -> Split:
+    device = split.device
+    rows = torch.cat(
+        [
+            torch.arange(int(split.offsets[i]), int(split.offsets[i + 1]), device=device)
+            for i in (range(len(split.names)) if clients is None else clients)
+        ]
+    )
+    rows = rows if split.rows is None else split.rows[rows]
+
+    def flipped(y: Tensor, classes: int) -> Tensor:
+        y, own = y.clone(), y[rows]
+        changed = fault.relabel(own, classes)
+        y[rows] = torch.where(own < 0, own, changed) if classes else changed  # a target below 0 does not count
+        return y
+
+    return Split(split.x, tree.map(flipped, split.y, classes), split.names, split.offsets, split.rows)

@@ -20,7 +20,9 @@ from torch.func import vmap
 from comfedl.core.learner import CHUNK, Batch, Learner, Model, Params, split_by_kind
 from comfedl.models.losses import LossFunction, per_sample_form
 from comfedl.models.metrics import MetricFunction
+from comfedl.models.outputs import is_of_library, logits
 from comfedl.utils import tree
+from comfedl.utils.errors import ConfigError
 from comfedl.utils.tree import Tree
 
 # Samples per forward pass if all clients share one model.
@@ -66,6 +68,7 @@ class Stacked(Learner):
 
     def __init__(self, learner: Learner) -> None:
         self.call, self.loss_function, self.metrics = learner.call, learner.loss_function, learner.metrics
+        self.attends = learner.attends
 
     def seed(self, noise: Callable[[int], int], clients: Sequence[int]) -> None:
         """Seed the noise of the next step: each client's generator with ``noise(client)``."""
@@ -101,6 +104,11 @@ class Stacked(Learner):
             outputs: list[Tensor] = []
             for x, y in zip(*(part.tensor_split(parts, dim=1) for part in whole[:2]), strict=True):
                 output, _ = self.output(model["params"], model["buffers"], x, train=False)
+                if entire and not isinstance(output, Tensor):
+                    raise ConfigError(
+                        f"The model returns a {type(output).__name__}, whose metrics are computed one client after "
+                        'another; use vectorize = "serial".'
+                    )
                 if entire:
                     outputs.append(output)
                 for name, function in plain.items():
@@ -144,9 +152,15 @@ class Vmapped(Stacked):
         assert self.call is not None
         one = self.call
         after = {name: buffer.clone() for name, buffer in buffers.items()} if train else buffers
+        # What a loss of the library sees of a dict or dataclass; one of the user's own sees all of it.
+        seen = logits if is_of_library(self.loss_function) else _same
         # vmap's noise would differ from that of one client at a time, each with its own seed: it is an error.
-        call = vmap(lambda params, buffers, x: one(x, train, params, buffers), randomness="error")
+        call = vmap(lambda params, buffers, x: seen(one(x, train, params, buffers)), randomness="error")
         return call(params, after, x), after
+
+
+def _same(output: Any) -> Any:
+    return output
 
 
 def is_shared(model: Tree) -> bool:

@@ -81,7 +81,7 @@ def client_app(data: Load, state: str | Path | None = None, mods: Sequence[Any] 
         samples, share = int(fed.train.sizes[0]), question.get("outer_share")
         if share is not None and fed.outer is None:  # of one sample, 0 are left, which the server refuses
             samples -= held_out(samples, float(share)) if samples > 1 else 1
-        body = {"name": fed.names[0], "samples": samples, "shape": list(fed.train.x.shape[1:])}
+        body = {"name": fed.names[0], "samples": samples, "shape": fed.train.shape}
         return Message(serialization.encode(body), reply_to=message)
 
     @app.train("step")
@@ -102,13 +102,14 @@ def site_engine(text: str, fed: FederatedData) -> Embedded:
     algorithm = config.make_algorithm()
     if algorithm.weighs_on_outer and fed.outer is None:
         fed = set_aside(fed, config.outer_share, config.seed)
-    model = config.make_model_for(tuple(fed.train.x.shape[1:]))
+    model = config.make_model_for(fed.train.shape)
     learner, initial, _ = make_learner(model, config.make_loss(), algorithm, config.make_metrics(), config.task)
     first = next(iter(initial["params"].values()))
     local = fed.to(first.dtype, first.device)
     check_fit(learner, initial, local)
     start = algorithm.initial_client_state(initial)
-    return Embedded(local, learner, algorithm.steps(), config.seed, start, vectorize="serial")
+    steps, transforms = algorithm.steps(), config.make_transform()
+    return Embedded(local, learner, steps, config.seed, start, vectorize="serial", transforms=transforms)
 
 
 def _load(data: Load, context: Context) -> FederatedData:

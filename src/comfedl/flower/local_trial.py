@@ -22,6 +22,7 @@ from comfedl.flower.scaffold import write_app
 from comfedl.flower.server import ATTENDANCE, settings_at_sites
 from comfedl.flower.superlink import Network
 from comfedl.training.run_folder import check_free
+from comfedl.utils import tree
 from comfedl.utils.errors import ConfigError, DaemonError, LocalTrialError
 from comfedl.utils.process_pool import sigterm_as_interrupt
 from comfedl.utils.toml import to_toml
@@ -148,18 +149,30 @@ def _attendance_lines(path: Path, rounds: int, resume: bool, tell: Callable[[str
 def _save_site(path: Path, fed: FederatedData, name: str) -> None:
     """Write one client's data to a file: a trial's site sees no others."""
     tensors: dict[str, Tensor] = {}
+
+    def keep(part: Tensor) -> str:
+        tensors[str(len(tensors))] = part.contiguous().clone()
+        return str(len(tensors) - 1)
+
+    places: dict[str, Any] = {}  # the names of each split's tensors, in the structure of its samples
     for split in ("train", "validation", "test", "outer"):
         part = fed.split(split, instead="none")
         if part is not None and name in part:
-            x, y = part[name]
-            tensors |= {f"{split}.x": x.contiguous().clone(), f"{split}.y": y.contiguous().clone()}
-    save_file(tensors, path, {"site": name})
+            places[split] = tree.map(keep, part[name])
+    save_file(tensors, path, {"site": name, "places": json.dumps(places)})
 
 
 def load_site(node: Mapping[str, Any]) -> FederatedData:
     """Load the data of a trial's site."""
     with safe_open(str(node["data"]), framework="pt") as file:
-        name = file.metadata()["site"]
-        found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    splits = {key.partition(".")[0] for key in found}
-    return FederatedData(**{split: {name: (found[f"{split}.x"], found[f"{split}.y"])} for split in splits})
+        about = file.metadata()
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+    def give(places: Any) -> Any:
+        if isinstance(places, str):
+            return tensors[places]
+        if isinstance(places, dict):
+            return {key: give(part) for key, part in places.items()}
+        return tuple(map(give, places))
+
+    return FederatedData(**{split: {about["site"]: give(part)} for split, part in json.loads(about["places"]).items()})

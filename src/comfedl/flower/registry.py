@@ -26,8 +26,13 @@ POLL_INTERVAL = 2.0  # between checks for missing sites
 
 MAX_SAMPLES = 10**9  # more than that a site cannot claim to have
 MAX_NAME, MAX_DIMENSIONS, MAX_SIZE = 200, 8, 2**31 - 1
+MAX_INPUTS = 100  # tensors of one sample
 IDENTITY_LIMIT = 1 << 16  # bytes of an answer to "who"
 DOMINATES = 9  # a site with more than this many times the samples of all others together is mentioned
+
+
+Shape = tuple[int, ...] | tuple[tuple[int, ...], ...] | dict[str, tuple[int, ...]]
+"""The shape of a sample's x: of a tensor, or of each tensor of a tuple or dict."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class KnownSites:
     """What a resumed run knows about its sites: the number of samples per site, and the shape of a sample."""
 
     samples: Mapping[str, int]
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 class SiteRegistry:
@@ -68,7 +73,7 @@ class SiteRegistry:
         self._duplicates: dict[int, str] = {}  # nodes that claim the name of another connected node
         self._retry_at: dict[int, float] = {}  # nodes that did not identify themselves in time
         self._samples: dict[str, int] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, Shape] = {}
         self._started = False
         names = expected if known is None else list(known.samples)
         self._allowed = set(names) if isinstance(names, Sequence) else None  # None: anyone, until the run starts
@@ -176,7 +181,7 @@ class SiteRegistry:
         self._site_of[node] = name
         self._shapes.setdefault(name, shape)
 
-    def _common_shape(self) -> tuple[int, ...]:
+    def _common_shape(self) -> Shape:
         first = self.names[0]
         for name in self.names:
             if self._shapes[name] != self._shapes[first]:
@@ -187,17 +192,42 @@ class SiteRegistry:
         return self._shapes[first]
 
 
-def _identity(answer: Mapping[str, Any]) -> tuple[str, int, tuple[int, ...]]:
+def _identity(answer: Mapping[str, Any]) -> tuple[str, int, Shape]:
     """A site's name, its number of samples and the shape of one, from its answer."""
     name, samples, shape = answer.get("name"), answer.get("samples"), answer.get("shape")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise MalformedMessage(f"its name must be a printable text of at most {MAX_NAME} characters")
     if not _is_whole(samples, 1, MAX_SAMPLES):
         raise MalformedMessage(f"site {name!r} must have a whole number of samples from 1 to {MAX_SAMPLES:,}")
-    sizes = shape if isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS else [None]
+    try:
+        return name, int(samples or 0), read_shape(shape)
+    except ValueError as error:
+        raise MalformedMessage(f"the shape of site {name!r} must be {error}") from None
+
+
+def read_shape(given: object) -> Shape:
+    """A shape from JSON: a list of numbers, a list of such lists, or an object of them.
+
+    Raises:
+        ValueError: what it must be.
+    """
+    several = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [None]
+    if isinstance(given, list) and not any(isinstance(part, list) for part in given):
+        return _sizes(given)
+    if not 0 < len(several) <= MAX_INPUTS:
+        raise ValueError(f"of 1 to {MAX_INPUTS} tensors")
+    if not isinstance(given, dict):
+        return tuple(map(_sizes, several))
+    if not all(0 < len(key) <= MAX_NAME and key.isprintable() for key in given):
+        raise ValueError(f"by keys of at most {MAX_NAME} printable characters")
+    return {key: _sizes(part) for key, part in given.items()}
+
+
+def _sizes(given: object) -> tuple[int, ...]:
+    sizes = given if isinstance(given, list) and len(given) <= MAX_DIMENSIONS else [None]
     if not all(_is_whole(size, 0, MAX_SIZE) for size in sizes):
-        raise MalformedMessage(f"the shape of site {name!r} must be at most {MAX_DIMENSIONS} whole numbers")
-    return name, int(samples or 0), tuple(sizes)
+        raise ValueError(f"at most {MAX_DIMENSIONS} whole numbers")
+    return tuple(sizes)
 
 
 def _is_whole(value: object, low: int, high: int) -> bool:

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from comfedl.config.schema import ENGINE_TABLES, Config, FlowerTable
 from comfedl.engines import AT_SITES
 from comfedl.flower.engine import Sites
-from comfedl.flower.registry import KnownSites, SiteRegistry
+from comfedl.flower.registry import KnownSites, SiteRegistry, read_shape
 from comfedl.flower.reply_format import ReplyFormat
 from comfedl.models.losses import is_balanced
 from comfedl.training.arguments import make_learner
@@ -64,8 +64,8 @@ class Attendance(Callback):
             return None
         try:
             stored = read_object(path)
-            samples, shape = stored["samples"], tuple(stored["shape"])
-            if not samples or not all(is_whole(number, 1) for number in (*samples.values(), *(n + 1 for n in shape))):
+            samples, shape = stored["samples"], read_shape(stored["shape"])
+            if not samples or not all(is_whole(number, 1) for number in samples.values()):
                 raise ValueError("its numbers are not those of sites")
             return KnownSites(dict(samples), shape)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -80,7 +80,7 @@ class Attendance(Callback):
 
     def started(self) -> None:
         if self._folder is not None and self.known is not None:
-            sites = {"shape": list(self.known.shape), "samples": dict(self.known.samples)}
+            sites = {"shape": self.known.shape, "samples": dict(self.known.samples)}
             write_atomic(self._folder / SITES, json.dumps(sites, indent=2).encode())
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comfedl.utils.samples import Samples
+
 
 class Stateless:
     """Calls a module with other parameters and buffers, and restores its own afterwards.
@@ -26,7 +28,7 @@ class Stateless:
         named = [*module.named_parameters(), *module.named_buffers()]
         self._slots = {name: slots[id(tensor)] for name, tensor in named}
 
-    def __call__(self, x: Tensor, train: bool, *tensors: Mapping[str, Tensor]) -> Any:
+    def __call__(self, x: Samples, train: bool, *tensors: Mapping[str, Tensor]) -> Any:
         """The output on ``x`` with these tensors, by name, in train or eval mode."""
         if self.module.training is not train:
             self.module.train(train)
@@ -37,10 +39,25 @@ class Stateless:
                     for table, key in self._slots[name]:
                         replaced.append((table, key, table[key]))
                         table[key] = tensor
-            return self.module(x)
+            return called(self.module, x)
         finally:
             for table, key, tensor in replaced:
                 table[key] = tensor
+
+
+def called(module: nn.Module, x: Samples) -> Any:
+    """The module's output; a tuple gives its positional arguments, and a dict its keywords."""
+    if isinstance(x, Tensor):
+        return module(x)
+    return module(**x) if isinstance(x, dict) else module(*x)
+
+
+def may_attend(module: nn.Module) -> bool:
+    """Whether a module may call torch's attention: torch's own module does, and any of the user's might."""
+    return any(
+        isinstance(part, nn.MultiheadAttention) or not type(part).__module__.startswith("torch.nn.modules")
+        for part in module.modules()
+    )
 
 
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -5,6 +5,7 @@ An engine that evaluates many clients in one pass needs the loss of each single 
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ from comfedl.models.metrics import (
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError, DataError
 
-LossFunction = Callable[[Any, Tensor], Tensor]
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 def _cross_entropies(output: Tensor, y: Tensor) -> Tensor:
@@ -120,6 +121,38 @@ def name_of_torch_object(loss: object) -> str | None:
 def _settings(loss: Any) -> dict[str, Any]:
     """Arguments, weights (None by default) and hooks; everything but whether the module is in training mode."""
     return {key: value for key, value in vars(loss).items() if key != "training"}
+
+
+MODEL_LOSS = "model"
+"""The name of the loss that the model itself computes; see ``outputs.model_loss``."""
+
+
+def usable_loss(loss: Any) -> Any:
+    """A loss as it was meant: an object for a class, and the mean for torch's ``reduction="none"``.
+
+    Raises:
+        ConfigError: if it is not clear what was meant.
+    """
+    if isinstance(loss, type):
+        try:
+            loss = loss()
+        except Exception as error:
+            raise ConfigError(
+                f"loss is the class {loss.__name__}, which cannot be made without arguments ({error}); give an object "
+                "such as nn.CrossEntropyLoss()."
+            ) from None
+    reduction = getattr(loss, "reduction", "mean")
+    if reduction == "mean":
+        return loss
+    if reduction == "none" and isinstance(loss, nn.Module) and getattr(loss, "weight", None) is None:
+        loss = copy.copy(loss)
+        loss.reduction = "mean"
+        return loss
+    weighted = " with weights, whose mean can be taken in two ways" if reduction == "none" else ", which is no mean"
+    raise ConfigError(
+        f"loss is {loss!r} with reduction={reduction!r}{weighted}; a loss must return the mean of a batch: give it "
+        'reduction="mean".'
+    )
 
 
 class Loss(ABC):
@@ -287,6 +320,7 @@ def _weight_tensor(weights: str | tuple[float, ...] | None, output: Tensor) -> T
 
 
 def _balanced(weights: str | tuple[float, ...] | None, labels: Tensor, outputs: int) -> tuple[float, ...] | None:
+    labels = labels[labels >= 0]  # some targets of a sequence do not count
     if isinstance(weights, str):
         counts = torch.bincount(labels.long().clamp(min=0), minlength=outputs).tolist()
         present = sum(count > 0 for count in counts)

@@ -11,9 +11,10 @@ predictions contain, as in scikit-learn ("macro"). Whether a client has a value 
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from comfedl.utils.errors import ConfigError, MetricFailed, nearest
+from comfedl.utils.samples import Samples
 
 BatchMetric = Callable[[Any, Tensor], Tensor]
 WholeMetric = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -297,6 +299,11 @@ class Metric:
 _ONE_AT_A_TIME = threading.Lock()  # clients may run on several threads, and a user's function may hold state
 
 
+def _copied(part: Any) -> Any:
+    """A copy; of a tensor only its own rows, which may be a view of all clients'."""
+    return part.clone() if isinstance(part, Tensor) else copy.deepcopy(part)
+
+
 @dataclass(frozen=True, eq=False)
 class PerClient:
     """A user's function (output, y) as a metric of several clients, called once for each."""
@@ -304,25 +311,30 @@ class PerClient:
     name: str
     function: Callable[[Tensor, Tensor], Any]
 
-    def __call__(self, output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
+    def __call__(self, output: Any, y: Samples, sizes: Tensor) -> Tensor:
         """The metric of each client; the function gets copies, so it may work in place."""
-        parts = zip(torch.split(output, sizes.tolist()), torch.split(y, sizes.tolist()), strict=True)
+        parts: Iterable[tuple[Any, Any]] = [(output, y)]
+        if len(sizes) > 1:
+            parts = zip(torch.split(output, sizes.tolist()), torch.split(y, sizes.tolist()), strict=True)
         with _ONE_AT_A_TIME:
-            values = [self._of_one(k, own.clone(), labels.clone()) for k, (own, labels) in enumerate(parts)]
-        return torch.tensor(values, dtype=torch.float64, device=output.device)
+            values = [
+                self._of_one(k, _copied(own), _copied(labels), size)
+                for k, ((own, labels), size) in enumerate(zip(parts, sizes.tolist(), strict=True))
+            ]
+        return torch.tensor(values, dtype=torch.float64, device=sizes.device)
 
-    def _of_one(self, place: int, output: Tensor, y: Tensor) -> float:
+    def _of_one(self, place: int, output: Any, y: Any, size: int) -> float:
         try:
             value = self.function(output, y)
         except Exception as error:  # the user's function may raise anything
             reason = f"raised {type(error).__name__}" + (f" ({error})" if str(error) else "")
-            raise MetricFailed(self.name, place, len(y), reason) from error
+            raise MetricFailed(self.name, place, size, reason) from error
         try:
             return float(value)
         except (TypeError, ValueError, RuntimeError):
             kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             reason = f"returned {kind}, but it must return one number"
-            raise MetricFailed(self.name, place, len(y), reason) from None
+            raise MetricFailed(self.name, place, size, reason) from None
 
 
 CLASSIFICATION, BINARY, REGRESSION = "classification", "binary", "regression"

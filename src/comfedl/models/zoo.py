@@ -81,6 +81,11 @@ def build(
     if isinstance(model, str):
         checks.one_of("model", model, MODELS)
         model = MODELS[model]
+    if model in MODELS.values() and not all(isinstance(size, int) for size in shape):
+        raise ConfigError(
+            f"The model {model.__name__} takes one tensor, but samples are {shape}; give a model of your own, as "
+            '"module:function".'
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return model(shape, classes, **options)

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from comfedl.algorithms.base import Algorithm
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.data.federated import FederatedData
-from comfedl.models.losses import LOSSES, TASKS, Loss, LossFunction, name_of_torch_object, per_sample_form
+from comfedl.models.losses import (
+    LOSSES,
+    MODEL_LOSS,
+    TASKS,
+    Loss,
+    LossFunction,
+    name_of_torch_object,
+    per_sample_form,
+    usable_loss,
+)
 from comfedl.models.metrics import (
     BINARY,
     CLASSIFICATION,
@@ -22,8 +31,10 @@ from comfedl.models.metrics import (
     match_shapes,
     requested_metrics,
 )
-from comfedl.utils import checks
+from comfedl.models.outputs import IGNORED, is_sequence, logits, mean_of, model_loss
+from comfedl.utils import checks, samples
 from comfedl.utils.errors import ConfigError, DataError
+from comfedl.utils.samples import Samples
 
 RequestedMetrics = Mapping[str, Metric | Callable[[Tensor, Tensor], Any]] | Sequence[str] | None
 """What ``fit(metrics=...)`` takes."""
@@ -49,20 +60,18 @@ def make_learner(
     The metrics are those of the loss and the requested ones; with a user's loss, ``add_metrics`` adds them later.
     """
     frozen: Params = {}
+    function: LossFunction
     scores: dict[str, MetricFunction]
-    if isinstance(loss, str):
-        checks.one_of("loss", loss, LOSSES)
+    loss = usable_loss(loss)
+    if loss == MODEL_LOSS:
+        function, scores = model_loss, {}
+    elif isinstance(loss, str):
+        checks.one_of("loss", loss, [*LOSSES, MODEL_LOSS])
         function, scores = LOSSES[loss]
         scores = {**scores, **requested_metrics(metrics, TASKS[loss])}
     elif isinstance(loss, Loss) or (callable(loss) and task is not None):
         like = loss.like if isinstance(loss, Loss) else next(name for name, of in TASKS.items() if of == task)
         function, scores = loss, {**LOSSES[like][1], **requested_metrics(metrics, TASKS[like])}
-    elif isinstance(loss, type) or getattr(loss, "reduction", "mean") != "mean":
-        given = f"the class {loss.__name__}" if isinstance(loss, type) else f"{loss!r}, which returns no mean"
-        raise ConfigError(
-            f"loss is {given}, but it must return the mean loss of a batch; give an object such as "
-            "nn.CrossEntropyLoss()."
-        )
     elif callable(loss):
         function, scores = loss, {}
     else:
@@ -101,15 +110,14 @@ def add_metrics(learner: Learner, model: Model, data: FederatedData, metrics: Re
     """
     if learner.module is None or per_sample_form(learner.loss_function) is not None:
         return
-    x, y = data.train.x[:2], data.train.y[:2]
+    x, y = data.train.head(2)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output, _ = learner.output(model["params"], model["buffers"], x, train=False)
-    except (RuntimeError, ValueError, TypeError, IndexError):
+        output = logits(_output(learner, model, x))
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
         return  # check_fit says what is wrong
     task = _task(output, y, data)
     name = name_of_torch_object(learner.loss_function)
-    if name is not None and _takes(name, task, data):
+    if name is not None and _takes(name, task, data) and not _is_torchs_own(output, y):
         learner.loss_function, scores = LOSSES[name]
         learner.metrics = {**scores, **requested_metrics(metrics, TASKS[name])}
         return
@@ -131,15 +139,30 @@ def _takes(name: str, task: str | None, data: FederatedData) -> bool:
     """Whether a named loss takes such data; torch's cross-entropy also takes labels below 0, and may ignore them."""
     splits = (data.split(split) for split in ("train", "validation", "test", "outer"))
     return task == TASKS[name] and (
-        task != CLASSIFICATION or all(split is None or bool((split.y >= 0).all()) for split in splits)
+        task != CLASSIFICATION
+        or data.train.y.ndim > 1
+        or all(split is None or bool((split.y >= 0).all()) for split in splits)
     )
 
 
-def _task(output: object, y: Tensor, data: FederatedData) -> str | None:
+def _is_torchs_own(output: Tensor, y: Tensor) -> bool:
+    """Whether outputs of sequences are as torch's cross-entropy takes them: with the classes in dimension 1."""
+    return y.ndim > 1 and output.ndim == y.ndim + 1 and output.shape[2:] == y.shape[1:]
+
+
+def _output(learner: Learner, model: Model, x: Samples) -> Any:
+    """The model's output on some samples."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return learner.output(model["params"], model["buffers"], x, train=False)[0]
+
+
+def _task(output: object, y: Samples, data: FederatedData) -> str | None:
     """The task that outputs and labels belong to; None if it is none of the known ones."""
-    if not isinstance(output, Tensor):
+    if not isinstance(output, Tensor) or not isinstance(y, Tensor):
         return None
     if output.ndim == 2 and output.shape[1] > 1 and y.ndim == 1 and not y.is_floating_point():
+        return CLASSIFICATION
+    if is_sequence(output, y):
         return CLASSIFICATION
     if match_shapes(output, y)[0].shape != y.shape:
         return None
@@ -151,23 +174,50 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
     """Check that the model accepts the data, and that its outputs and y fit the loss."""
     if learner.module is None:
         return
-    x, y = data.train.x[:2], data.train.y[:2]
+    x, y = data.train.head(2)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output, _ = learner.output(model["params"], model["buffers"], x, train=False)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        whole = _output(learner, model, x)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise DataError(f"The model cannot be applied to samples of shape {_described(x)}: {_reason(error)}") from error
+    output, like = logits(whole), _like(learner.loss_function)
+    if like is not None and not isinstance(y, Tensor):
         raise DataError(
-            f"The model cannot be applied to samples of shape {tuple(x.shape[1:])} and dtype {x.dtype}: {error}"
-        ) from error
-    like = _like(learner.loss_function)
+            f"The loss {like!r} needs y as a tensor, but it is {samples.structure(y)}; give a loss of your own, a "
+            "function (output, y) that returns the mean loss of a batch."
+        )
     if like == "cross_entropy":
         _check_labels(output, y, data)
-        assert isinstance(output, Tensor)
     elif like is not None:
         _check_numbers(like == "bce", output, y, data)
+    else:
+        _check_own(learner, whole, y)
     if isinstance(learner.loss_function, Loss):
         outputs = output.shape[-1] if isinstance(output, Tensor) else 0
         learner.loss_function = learner.loss_function.resolved(data.train.y, outputs)
+
+
+def _described(x: Samples) -> str:
+    if isinstance(x, Tensor):
+        return f"{tuple(x.shape[1:])} and dtype {x.dtype}"
+    call = "model(**x)" if isinstance(x, dict) else "model(*x)"
+    return f"{samples.described(x)}, as {call}"
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if str(error) and not isinstance(error, KeyError) else repr(error)
+
+
+def _check_own(learner: Learner, output: Any, y: Samples) -> None:
+    """Check that a user's loss returns the mean of a batch."""
+    assert learner.loss_function is not None
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        loss = mean_of(learner.loss_function, output, y)
+    if not isinstance(loss, Tensor) or loss.ndim:
+        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ConfigError(
+            f"The loss returned {given}, but it must return the mean loss of a batch, a tensor with one "
+            "number; end it with .mean()."
+        )
 
 
 def _like(loss: object) -> str | None:
@@ -196,11 +246,43 @@ def _check_numbers(binary: bool, output: object, y: Tensor, data: FederatedData)
             )
 
 
+def _check_targets(output: Tensor, y: Tensor, data: FederatedData) -> None:
+    """Check the targets of sequences."""
+    classes = output.shape[-1]
+    if output.shape[:-1] != y.shape:
+        raise DataError(
+            f"cross_entropy needs a target for each output, but the model returns {tuple(output.shape)} for y of shape "
+            f"{tuple(y.shape)}; give y {tuple(output.shape[1:-1])} targets per sample. For outputs with the classes in "
+            "dimension 1, as in torch, use loss = nn.CrossEntropyLoss()."
+        )
+    for name in ("train", "validation", "test", "outer"):
+        split = data.split(name, instead="none")
+        for i, client in enumerate(() if split is None else split.names):
+            assert split is not None
+            targets = split.samples_of(i)[1]
+            counted = targets[targets != IGNORED]
+            wrong = counted[(counted < 0) | (counted >= classes)]
+            if len(wrong):
+                raise DataError(
+                    f"Client {client!r} has the target {int(wrong[0])} in {name}, but the model has {classes} outputs, "
+                    f"so targets must be from 0 to {classes - 1}, or {IGNORED} where nothing is to be predicted."
+                )
+            if len(targets) and not len(counted):
+                raise DataError(
+                    f"All of client {client!r}'s targets in {name} are {IGNORED}, so there is nothing to predict; give "
+                    "it some, or leave it out."
+                )
+
+
 def _check_labels(output: object, y: Tensor, data: FederatedData) -> None:
-    """Check that there is an output for each label."""
-    if not isinstance(output, Tensor) or output.ndim != 2:
-        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise DataError(f"cross_entropy needs a model that returns [samples, classes], but this one returns {shape}.")
+    """Check that there is an output for each label, and of sequences that some target of each client counts."""
+    if not isinstance(output, Tensor) or output.ndim < 2 or (y.ndim < 2 and output.ndim > 2):
+        shape = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__} without logits"
+        needed = "[samples, classes]" if y.ndim < 2 else "[samples, ..., classes], an output per class for each target"
+        raise DataError(f"cross_entropy needs a model that returns {needed}, but this one returns {shape}.")
+    if y.ndim > 1 and output.ndim == y.ndim + 1 and not y.is_floating_point():
+        _check_targets(output, y, data)
+        return
     if y.is_floating_point() or y.ndim != 1:
         raise DataError(
             f"cross_entropy needs one integer label per sample, but y has the dtype {y.dtype} and samples of shape "

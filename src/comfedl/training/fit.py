@@ -21,6 +21,7 @@ from comfedl.core.reply_validation import ReplyValidator
 from comfedl.data.federated import FederatedData
 from comfedl.data.outer_share import set_aside
 from comfedl.data.tabular import Encoding
+from comfedl.data.transform import TransformFunction, check_transform, describe_transform
 from comfedl.engines import make_engine
 from comfedl.engines.faults import Fault, Faulty, check_faults
 from comfedl.models.losses import LossFunction
@@ -62,6 +63,7 @@ def fit(
     force: bool = False,
     checkpoint_every: int | None = None,
     save_personal: bool = True,
+    save_frozen: bool = True,
     quorum: float = 0.5,
     callbacks: Sequence[Callback] = (),
     settings: Mapping[str, Any] | None = None,
@@ -70,6 +72,7 @@ def fit(
     metrics: RequestedMetrics = None,
     outer_share: float = 0.2,
     faults: Sequence[Fault] = (),
+    transform: TransformFunction | Sequence[TransformFunction] | None = None,
 ) -> Result:
     """Train a model over the clients' data.
 
@@ -79,8 +82,8 @@ def fit(
         algorithm: the method, with its hyperparameters.
         rounds: the number of communication rounds.
         seed: the same seed gives the same run, bit for bit.
-        loss: "cross_entropy", "bce" (two classes, one output), "mse", "mae" or "huber", or a function (output, y) ->
-            mean loss of the batch; a ``Composition`` does not use it.
+        loss: "cross_entropy", "bce" (two classes, one output), "mse", "mae" or "huber"; "model" for the loss in the
+            model's own output; or a function (output, y) -> mean loss of the batch. A ``Composition`` does not use it.
         clients_per_round: the number of participants per round, drawn uniformly; None is all clients.
         eval_every: evaluate the clients every this many rounds, and after the last. "auto" does so as often as takes
             about a fifth of the time (see ``evaluation_gap``), and more often at the start.
@@ -94,6 +97,8 @@ def fit(
         force: replace the run in ``out``.
         checkpoint_every: write a checkpoint to ``out`` every this many rounds; None is about every 30 seconds.
         save_personal: write every client's personal model to ``out`` at the end.
+        save_frozen: write the parameters that are not trained (``requires_grad=False``) as well. False saves adapters
+            alone; ``load_run(out, model=...)`` then takes the others from the model that it is given.
         quorum: the fraction of a round's replies that must be usable; with fewer, the run saves its state and stops.
         callbacks: callbacks for the training loop.
         settings: the config to record in the run folder; by default these arguments.
@@ -104,6 +109,10 @@ def fit(
         outer_share: the share of each client's train data to set aside as its outer data, in proportion to its labels;
             only for a method whose weights are measured on outer data, and if ``fed`` has no outer data of its own.
         faults: bad and absent clients to simulate, such as ``[cf.faults.SignFlip(["a", "b"])]``.
+        transform: a function ``f(x, generator)`` that returns x changed at random, or a list of such; see
+            ``cf.transform`` for some. It gets every batch that clients train on, as the data give it (a tensor, tuple
+            or dict), and draws from the generator, so that a resume is exact. It never gets what clients are evaluated
+            on, nor whole data that weights are computed from.
         engine_options: options of the engine, such as ``{"vectorize": "serial"}`` (see ``Embedded``).
 
     Raises:
@@ -121,6 +130,7 @@ def fit(
         checkpoint_every=checkpoint_every,
         quorum=quorum,
         save_personal=save_personal,
+        save_frozen=save_frozen,
         engine=engine,
         out=out,
         resume=resume,
@@ -150,11 +160,13 @@ def fit(
         algorithm.initial_client_state(initial),
         engine_options,
         options.faults,
+        check_transform(transform),
     )
     asked = describe_metrics(metrics)
     settings = settings or {
         **{"loss": describe(loss), "metrics": asked},
         **options.recorded(algorithm),
+        "transform": describe_transform(transform),
         "algorithm": describe(algorithm),
     }
     module = model if isinstance(model, nn.Module) else None
@@ -211,7 +223,8 @@ def fit_on(
             folder = RunFolder(Path(options.out), settings, options, known, encoding, frozen)
             folder.can_save, folder.samples, folder.names = clients.can_save, samples, clients.names
             if options.save_personal and count > personal_models.MOST_FILES:
-                folder.personal_bytes = count * tree.nbytes({**initial, "frozen": frozen})
+                of_each = {**initial, "frozen": frozen} if options.save_frozen else dict(initial)
+                folder.personal_bytes = count * tree.nbytes(of_each)
             callbacks.insert(0, folder)
         elif options.out is not None:
             callbacks.append(WorkerCallback(options.save_personal))

@@ -17,6 +17,8 @@ from comfedl.utils.errors import ConfigError
 from comfedl.utils.toml import describe
 
 AUTO = "auto"
+SAVES = ("save_personal", "save_frozen")
+"""The options that say what a run's folder holds; recorded if they are false."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class RunOptions:
     checkpoint_every: int | None = None
     quorum: float = 0.5
     save_personal: bool = True
+    save_frozen: bool = True
     outer_share: float = 0.2
     engine: str = "embedded"
     out: str | Path | None = None
@@ -61,8 +64,9 @@ class RunOptions:
         for name in ("clients_per_round", "eval_clients", "checkpoint_every"):
             if getattr(self, name) is not None:
                 checks.at_least(name, getattr(self, name), 1)
-        if not isinstance(self.save_personal, bool):
-            raise ConfigError(f"save_personal is {self.save_personal!r}, but it must be true or false.")
+        for name in SAVES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, but it must be true or false.")
         if self.stop is not None and not isinstance(self.stop, EarlyStopping):
             raise ConfigError(
                 f"stop is {self.stop!r}, but it must be None or an EarlyStopping, such as "
@@ -98,7 +102,7 @@ class RunOptions:
         """The options that define a run of this method, as its config records them."""
         found = {name: getattr(self, name) for name in RECORDED}
         stop = None if self.stop is None else dict(vars(self.stop))
-        found |= {"save_personal": None if self.save_personal else False, "stop": stop}
+        found |= {"stop": stop} | {name: None if getattr(self, name) else False for name in SAVES}
         found |= {"faults": [describe(fault) for fault in self.faults] or None}
         return found | ({} if algorithm.weighs_on_outer else {"outer_share": None})
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote
@@ -49,26 +49,29 @@ def file_names(clients: Sequence[str]) -> list[str]:
     return [file_name(client, distinct=alike[name.casefold()] > 1) for client, name in zip(clients, plain, strict=True)]
 
 
-def model_bytes(model: Model) -> bytes:
-    """A model's parameters and buffers in safetensors format."""
+def model_bytes(model: Model, left_out: Collection[str] = ()) -> bytes:
+    """A model's parameters and buffers, but for some, in safetensors format."""
     tensors = {**model["params"], **model["buffers"]}
-    content: bytes = save({name: part.contiguous() for name, part in tensors.items()})
+    content: bytes = save({name: part.contiguous() for name, part in tensors.items() if name not in left_out})
     return content
 
 
-def write_personal(folder: Path, result: Result) -> None:
-    """Write every client's personal model; if they are in one file, ``result`` then reads them from it."""
+def write_personal(folder: Path, result: Result, left_out: Collection[str] = ()) -> None:
+    """Write every client's personal model; if they are in one file, ``result`` then reads them from it.
+
+    The parameters ``left_out`` are the same in all of them, and not written.
+    """
     folder.mkdir(exist_ok=True)
     if len(result.names) <= MOST_FILES:
         names = file_names(result.names)
         for (client,) in client_batches(result):
             model = next(iter(result.ask_personal([client])))
-            write_atomic(folder / f"{names[client]}.safetensors", model_bytes(model))
+            write_atomic(folder / f"{names[client]}.safetensors", model_bytes(model, left_out))
         return
     paths = {name: folder / f".{name}.part" for name in (MODELS, NAMES)}
     try:
         with paths[MODELS].open("wb") as file:
-            _write_rows(file, result)
+            _write_rows(file, result, left_out)
             sync(file)
         with paths[NAMES].open("w", encoding="utf-8") as listing:
             for k, name in enumerate(result.names):
@@ -85,21 +88,23 @@ def write_personal(folder: Path, result: Result) -> None:
 
     def read(clients: Sequence[int]) -> Iterator[Model]:
         for client in clients:
-            row = stored.row(client)
+            row = {**{name: result.params[name] for name in left_out}, **stored.row(client)}
             yield Model(params={name: row[name] for name in params}, buffers={name: row[name] for name in buffers})
 
     result.ask_personal = read
 
 
-def _write_rows(file: IO[bytes], result: Result) -> None:
+def _write_rows(file: IO[bytes], result: Result, left_out: Collection[str]) -> None:
     """Write all clients' models, in the order of their names."""
     like, count = {**result.params, **result.buffers}, len(result.names)
+    like = {name: part for name, part in like.items() if name not in left_out}
     rows = TensorFile(file, {name: (part.dtype, (count, *part.shape)) for name, part in like.items()})
     for clients in client_batches(result):
         models = list(result.ask_personal(clients))
         for kind in ("params", "buffers"):
             for name in models[0][kind]:
-                rows.write(name, torch.stack([model[kind][name] for model in models]), clients[0])
+                if name not in left_out:
+                    rows.write(name, torch.stack([model[kind][name] for model in models]), clients[0])
 
 
 def client_batches(result: Result) -> Iterator[range]:

@@ -161,7 +161,9 @@ class RunFolder(Callback):
         self.path, self._settings, self._fingerprint = path, settings, fingerprint
         self._every, self._resumed = options.checkpoint_every, options.resume and (path / "config.toml").exists()
         self._personal, self.personal_bytes = options.save_personal, 0  # expected size of the personal models
-        self._encoding, self._frozen, self._options = encoding, frozen or {}, options
+        self._encoding, self._options = encoding, options
+        self._frozen: Params = (frozen or {}) if options.save_frozen else {}
+        self._left_out = frozenset() if options.save_frozen else frozenset(frozen or {})  # of every model
         self._streams: dict[str, IO[str]] = {}
         self._digests = {name: hashlib.sha256() for name in RECORDS}
         self._regular: tuple[int, Records] = 0, {}  # the records before a round that is evaluated only as the last
@@ -311,12 +313,12 @@ class RunFolder(Callback):
         with readable(self.path):
             self._check_lock()
             self._close()
-            whole = Model(params=result.params, buffers=result.buffers)
-            write_atomic(self.path / "model.safetensors", model_bytes(whole))
+            whole, left_out = Model(params=result.params, buffers=result.buffers), self._left_out
+            write_atomic(self.path / "model.safetensors", model_bytes(whole, left_out))
             if result.last is not None and result.round != result.rounds[-1]["round"]:
-                write_atomic(self.path / LAST_MODEL, model_bytes(result.last))
+                write_atomic(self.path / LAST_MODEL, model_bytes(result.last, left_out))
             if self._personal:
-                write_personal(self.path / "personal", result)
+                write_personal(self.path / "personal", result, left_out)
             if len(self.names) <= MOST_SCORED:
                 self._write_table(result.round, self._bounds(result))
             self._check_lock()

@@ -15,6 +15,7 @@ from comfedl.core.learner import Batch, Learner, Params, Pullback, double_single
 from comfedl.engines.kernels.conv_chain import Chain
 from comfedl.engines.kernels.layouts import channels_last
 from comfedl.utils import tree
+from comfedl.utils.samples import Samples
 from comfedl.utils.tree import Tree
 
 
@@ -34,8 +35,8 @@ class ChannelsLast(Learner):
     def from_layout(self, images: Tree) -> Tree:
         return None if images is None else tree.map(Tensor.contiguous, images)
 
-    def output(self, params: Params, buffers: Params, x: Tensor, train: bool) -> tuple[Any, Params]:
-        return super().output(params, buffers, channels_last(x), train)
+    def output(self, params: Params, buffers: Params, x: Samples, train: bool) -> tuple[Any, Params]:
+        return super().output(params, buffers, self.to_layout(x), train)
 
     def loss_and_vjp(self, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Pullback, Params]:
         if self._chain is None or not self._chain.takes(params, batch):

@@ -20,13 +20,14 @@ from comfedl.engines.kernels import dense
 from comfedl.engines.kernels.allocator import keep_freed_memory
 from comfedl.engines.kernels.channels_last import ChannelsLast, convolves
 from comfedl.engines.stacked import Stacked, Vmapped
-from comfedl.models.losses import MAPPED, per_sample_form
+from comfedl.models.losses import MAPPED, Loss, LossFunction, per_sample_form
 from comfedl.models.metrics import MetricFunction, is_whole
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
 
 logger = logging.getLogger("comfedl")
 
+SPLITS = ("train", "validation", "test", "outer")
 VECTORIZE = ("auto", "stack", "vmap", "serial")
 # Layers without random numbers or hidden state.
 NOISELESS = {
@@ -92,7 +93,7 @@ def _is_known(function: MetricFunction | None) -> bool:
 
 def _not_stacked(module: nn.Module, data: FederatedData) -> str | None:
     """Why a module's layers cannot be stacked."""
-    if data.train.x.device.type != "cpu" and dense.drops(module):
+    if data.train.device.type != "cpu" and dense.drops(module):
         return "on a GPU the noise of Dropout would differ from that of one client after another"
     return dense.obstacle(module)
 
@@ -103,6 +104,10 @@ def _obstacle(learner: Learner, data: FederatedData, steps: Iterable[Step]) -> s
         return "a Composition runs one client after another"
     if not all(step.elementwise for step in steps):
         return "the method does not declare its client steps elementwise (see docs/adding-a-method.md)"
+    if not all(split.is_plain for name in SPLITS if (split := data.split(name)) is not None):
+        return "x or y is a tuple or dict of tensors"
+    if _like_cross_entropy(learner.loss_function) and data.train.y.ndim > 1:
+        return "the targets are sequences, of which some may not count"
     if learner.loss_function is functional.cross_entropy and any(_negative(data, name) for name in ("train", "outer")):
         return "there are negative labels, which cross_entropy ignores in its mean"
     return None
@@ -113,6 +118,10 @@ def _noise(module: nn.Module) -> str | None:
     if any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in module.modules()):
         return "dropout draws the noise of each client from a separate generator"
     return None
+
+
+def _like_cross_entropy(loss: LossFunction | None) -> bool:
+    return loss is functional.cross_entropy or (isinstance(loss, Loss) and loss.like == "cross_entropy")
 
 
 def _negative(data: FederatedData, name: str) -> bool:

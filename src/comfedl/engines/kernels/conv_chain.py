@@ -52,6 +52,8 @@ class Chain:
     def takes(self, params: Params, batch: Batch) -> bool:
         """Whether a batch is supported: images on the CPU, with labels."""
         x, y = batch
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            return False
         images = x.ndim == 4 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
         return images and y.ndim == 1 and len(params) > 0
 

@@ -1,0 +1,147 @@
+"""What a loss or a metric sees of a model's output.
+
+A model may return a tensor, a tuple, a dict, a dataclass or, as Hugging Face's, a dict with attributes. Losses and
+metrics of the library, and torch's loss objects, see the ``logits`` of such an output. A function of the user's own
+sees the output as it is.
+
+Of a sequence, with outputs [samples, ..., classes] and integer targets [samples, ...], the library's classification
+losses and metrics see each position as a sample; targets of ``IGNORED`` do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from comfedl.models.losses import MAPPED, Loss, per_sample_form
+from comfedl.models.metrics import CLASSIFICATION, METRICS, MetricFunction, PerClient, is_whole
+from comfedl.utils.errors import DataError
+from comfedl.utils.samples import Samples
+
+IGNORED = -100
+"""The target that does not count, as in torch."""
+
+_CLASSIFYING = frozenset(metric.function for metric in METRICS.values() if CLASSIFICATION in metric.tasks)
+
+
+def logits(output: Any) -> Any:
+    """The ``logits`` of an output that has some, else the output itself."""
+    found = part_of(output, "logits")
+    return output if found is None else found
+
+
+def part_of(output: Any, name: str) -> Tensor | None:
+    """A tensor of an output by name, which is a key of a dict or an attribute."""
+    if isinstance(output, Tensor):
+        return None
+    found: object = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return found if isinstance(found, Tensor) else None
+
+
+def model_loss(output: Any, y: Samples) -> Tensor:
+    """The ``loss`` that the model itself computes: ``fit(loss="model")``."""
+    found = part_of(output, "loss")
+    if found is None or found.ndim:
+        kind = "no loss" if found is None else f"a loss of shape {tuple(found.shape)}"
+        raise DataError(
+            f'loss is "model", but the model returned a {type(output).__name__} with {kind}; return a dict or a '
+            'dataclass with the batch\'s mean as "loss" (Hugging Face\'s models do if x has "labels"), or give another '
+            "loss."
+        )
+    return found
+
+
+def is_sequence(output: Any, y: Samples) -> bool:
+    """Whether there is an output per class for each of several targets of a sample."""
+    return (
+        isinstance(output, Tensor)
+        and isinstance(y, Tensor)
+        and y.ndim > 1
+        and not y.is_floating_point()
+        and output.shape[:-1] == y.shape
+    )
+
+
+def read(function: MetricFunction, output: Any, y: Samples) -> tuple[Any, Samples]:
+    """The output and y as this loss or metric takes them."""
+    if (isinstance(output, Tensor) and output.ndim < 3) or not is_of_library(function):
+        return output, y
+    output = logits(output)
+    if not is_sequence(output, y) or not _classifies(function):
+        return output, y
+    flat, targets = output.flatten(0, -2), y.flatten().long()
+    counted = targets != IGNORED
+    if bool(counted.all()):
+        return flat, targets
+    rows = counted.nonzero().flatten()
+    return flat.index_select(0, rows), targets.index_select(0, rows)
+
+
+def fits(function: MetricFunction, output: Any, y: Samples) -> bool:
+    """Whether a metric can take what it was to ``read``: those of the library are for tensors."""
+    return (isinstance(output, Tensor) and isinstance(y, Tensor)) or not is_of_library(function)
+
+
+def mean_of(function: Callable[[Any, Any], Tensor], output: Any, y: Samples) -> Tensor:
+    """The loss; 0 for a batch in which no target counts."""
+    if isinstance(output, Tensor) and output.ndim < 3:  # the common case, made fast
+        return function(output, y)
+    output, y = read(function, output, y)
+    if isinstance(y, Tensor) and len(y) == 0:
+        nothing: Tensor = output.sum()  # 0, with a gradient of 0
+        return nothing
+    return function(output, y)
+
+
+def is_of_library(function: Any) -> bool:
+    """Whether it takes tensors: a function of the library or of torch, and not of the user."""
+    if isinstance(function, PerClient):
+        return False
+    if isinstance(function, nn.modules.loss._Loss) or per_sample_form(function) is not None:
+        return True
+    return is_whole(function) or _is_in(function, MAPPED)
+
+
+def _classifies(function: Any) -> bool:
+    if isinstance(function, Loss):
+        return function.like == "cross_entropy"
+    return function is functional.cross_entropy or _is_in(function, _CLASSIFYING)
+
+
+def _is_in(function: Any, known: frozenset[MetricFunction]) -> bool:
+    try:
+        return function in known
+    except TypeError:  # not hashable
+        return False
+
+
+def of_samples(output: Any, given: int, size: int) -> Any:
+    """The outputs of the first ``size`` of the ``given`` samples."""
+    return output if given == size else _map(lambda part: part[:size], [output], given)
+
+
+def joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """The outputs of several parts of the data, with these numbers of samples, as one."""
+    return outputs[0] if len(outputs) == 1 else _map(lambda *parts: torch.cat(parts), outputs, sizes[0])
+
+
+def _map(change: Callable[..., Tensor], outputs: Sequence[Any], size: int) -> Any:
+    """Change the tensors that have a row per sample; everything else is that of the first output."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return change(*outputs) if first.ndim and len(first) == size else first
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first) if field.init]
+        parts = {name: _map(change, [getattr(each, name) for each in outputs], size) for name in names}
+        return dataclasses.replace(first, **parts)
+    if isinstance(first, Mapping):
+        return {key: _map(change, [each[key] for each in outputs], size) for key in first}
+    if isinstance(first, tuple | list):
+        of_each = [_map(change, parts, size) for parts in zip(*outputs, strict=True)]
+        return type(first)(*of_each) if hasattr(first, "_fields") else type(first)(of_each)
+    return first
