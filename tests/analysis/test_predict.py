@@ -128,7 +128,7 @@ def test_what_is_no_finished_run_is_told(here: Path) -> None:
     Path("run/summary.json").unlink()
     assert "has not finished" in str(cf.load_run("run").unfinished)
     shutil.rmtree("run/checkpoint")
-    with pytest.raises(cf.RunFolderError, match="neither finished nor a checkpoint"):
+    with pytest.raises(cf.RunFolderError, match="has not finished and has no checkpoint"):
         cf.load_run("run")
 
 
