@@ -237,13 +237,17 @@ def fig4(table: EvidenceTable) -> Iterator[Claim]:
         "4",
         "ComFedL-DAMAML accelerates personalised federated learning",
         "it reaches 95 % of the other's final validation accuracy in fewer rounds",
-        tuple(rules.faster(table, "main", DAMAML, name, shown, f"against {name}") for name in (FEDAVG, "FedMAML")),
+        tuple(
+            rules.faster(table, "main", DAMAML, name, shown, f"the comparison with {name}")
+            for name in (FEDAVG, "FedMAML")
+        ),
         _with_ours(
             table,
             "main",
             ours,
             lambda method: [
-                rules.faster(table, "main", method, name, shown, f"against {name}") for name in (FEDAVG, "FedMAML")
+                rules.faster(table, "main", method, name, shown, f"the comparison with {name}")
+                for name in (FEDAVG, "FedMAML")
             ],
         ),
     )

@@ -151,7 +151,7 @@ def faster_with_tau(table: EvidenceTable, group: str, method: str, column: str, 
     moment = f"in round {common}, or first evaluated" if per == "round" else "after the same iterations"
     text = f"{moment}, by tau: {_list({point: over_seeds(found) for point, found in values.items()})}"
     decides = f"{gap} of tau {points[-1]} against tau {points[0]}"
-    return Case(where(group), f"per {per}", gap.above_zero, decides, text)
+    return Case(where(group), f"the comparison per {per}", gap.above_zero, decides, text)
 
 
 def small_gamma(table: EvidenceTable, group: str, method: str, column: str) -> Case:
