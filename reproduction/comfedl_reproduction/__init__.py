@@ -33,7 +33,7 @@ def reproduce(
     jobs: int | None = None,
     log: str = "bar",
 ) -> list[Path]:
-    """Run what is missing for these figures ("all" for everything), write tables and plots, and return their folders."""
+    """Run what is missing for these names ("all": all of them), write tables and plots, and return their folders."""
     allowed = (*FIGURES, THEORY, TABLES)
     for name in names:
         if name not in (*allowed, "all"):

@@ -1,7 +1,7 @@
 """The tables that AFL's and q-FFL's papers have in common, with our runs beside theirs.
 
 The settings are in experiments/tables.toml. The data are prepared as in q-FFL's public code, which says that it follows
-AFL's paper. Writes ``runs.csv`` (each run's test accuracy by client), ``summary.csv``, ``tuning.csv`` and ``about.json``.
+AFL's paper. Writes ``runs.csv`` (each run's test accuracy by client), ``summary.csv``, ``tuning.csv``, ``about.json``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def adult(seed: int, validation: float = 0.0) -> FederatedData:
 
 
 def fashion(seed: int, validation: float = 0.0) -> FederatedData:
-    """Fashion-MNIST's t-shirts, pullovers and shirts, one class per client, each pixel standardised over all ten classes."""
+    """Fashion-MNIST's t-shirts, pullovers and shirts, one class per client; pixels standardised over all ten classes."""
     shards = partition.Shards(clients=len(CLASSES), classes=1)
     fed = load("fashion-mnist", shards, seed, validation, classes=CLASSES)
     pixels = 255 * torch.from_numpy(read("fashion-mnist").x)
