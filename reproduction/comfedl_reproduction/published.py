@@ -41,7 +41,7 @@ def adult(seed: int, validation: float = 0.0) -> FederatedData:
 
 
 def fashion(seed: int, validation: float = 0.0) -> FederatedData:
-    """Fashion-MNIST's t-shirts, pullovers and shirts, one class per client; pixels standardised over all ten classes."""
+    """Fashion-MNIST's t-shirts, pullovers and shirts, one class per client; pixels are standardised over all ten."""
     shards = partition.Shards(clients=len(CLASSES), classes=1)
     fed = load("fashion-mnist", shards, seed, validation, classes=CLASSES)
     pixels = 255 * torch.from_numpy(read("fashion-mnist").x)
