@@ -107,7 +107,8 @@ def write(outcome: FigureOutcome, folder: Path) -> Path:
     runs = [_run(curve, seed, record) for curve in outcome.curves for seed, record in enumerate(curve.records)]
     for name, rows in (("runs", runs), ("summary", summary(runs)), ("tuning", tuning(outcome))):
         write_atomic(folder / f"{name}.csv", as_csv(rows).encode())
-    write_atomic(folder / "about.json", (json.dumps(about(outcome), indent=2) + "\n").encode())
+    told = {**about(outcome), "data": ", ".join(DATA)}
+    write_atomic(folder / "about.json", (json.dumps(told, indent=2) + "\n").encode())
     return folder
 
 
