@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from comfedl.config.schema import parse_config
 from comfedl_reproduction.claims import FIGURES, Found, judge
 from comfedl_reproduction.evidence import Claim, EvidenceTable
 from comfedl_reproduction.experiments import merged, read_figure
@@ -45,11 +46,9 @@ def _join(items: Iterable[Any]) -> str:
 def made(folder: Path) -> Made:
     """What the runs in a figure's folder are."""
     about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-    algorithms = [json.loads(row["algorithm"]) for row in EvidenceTable(folder).summary]
-    # One curve of the first figure 4 had another order than the rest; the commonest one counts.
-    orders = [algorithm["order"] for algorithm in algorithms if "order" in algorithm]
-    common = (max(set(orders), key=orders.count),) if orders else ()
-    return Made(tuple(about["local_iterations"]), tuple(about["batch_sizes"]), common, len(about["seeds"]))
+    # One curve of the first figure 4 had another order than the rest.
+    orders = _commonest([json.loads(row["algorithm"]) for row in EvidenceTable(folder).summary])
+    return Made(tuple(about["local_iterations"]), tuple(about["batch_sizes"]), orders, len(about["seeds"]))
 
 
 def planned(name: str) -> Made:
@@ -64,7 +63,14 @@ def planned(name: str) -> Made:
             settings.append(merged(merged(source.settings, source.candidates[0]), arm.changes))
     iterations = {one["rounds"] * one["algorithm"]["local_steps"] for one in settings}
     batches = {one["algorithm"]["batch_size"] for one in settings}
-    return Made(tuple(sorted(iterations)), tuple(sorted(batches)), (), figure.seeds)
+    orders = _commonest([parse_config(one).resolved()["algorithm"] for one in settings])
+    return Made(tuple(sorted(iterations)), tuple(sorted(batches)), orders, figure.seeds)
+
+
+def _commonest(algorithms: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The order of the derivative that most methods have, of those that have one."""
+    orders = [algorithm["order"] for algorithm in algorithms if "order" in algorithm]
+    return (max(set(orders), key=orders.count),) if orders else ()
 
 
 def pending(results: Path) -> dict[str, Made]:
@@ -72,7 +78,7 @@ def pending(results: Path) -> dict[str, Made]:
     found = {}
     for name in _figures(results):
         now, then = made(results / name), planned(name)
-        if (now.iterations, now.batches) != (then.iterations, then.batches) or now.seeds < then.seeds:
+        if now[:3] != then[:3] or now.seeds < then.seeds:
             found[name] = now
     return found
 
@@ -133,22 +139,18 @@ def changes(found: Found, results: Path) -> str:
     lines = []
     if late:
         numbers = _waiting(found, results)
-        span = (
-            f"{numbers[0]} to {numbers[-1]}" if numbers == list(range(numbers[0], numbers[-1] + 1)) else _join(numbers)
-        )
+        whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+        span = f"{numbers[0]} to {numbers[-1]}" if whole else _join(numbers)
         runs = "; ".join(f"figure {name.removeprefix('fig')}: {now}" for name, now in late.items())
-        due = _join(f"{_join(planned(name).iterations)} iterations" for name in list(late)[:1])
+        due = "; ".join(f"figure {name.removeprefix('fig')}: {planned(name)}" for name in late)
         lines += [
-            f"**Claims {span} rest on older, shorter runs** ({runs}). The settings in `experiments/` ask for more "
-            f"({due} with exact derivatives); their results are not here yet, and what the page says of these claims "
-            "is what the short runs say.",
+            f"**Claims {span} rest on older, shorter runs** ({runs}). What the settings in `experiments/` ask for "
+            f"({due}) has not been put here yet, so the verdicts on these claims are those of the short runs.",
             "",
         ]
     for name in _figures(results) if old is not None else []:
-        before, now = (
-            Made(**{k: tuple(v) if isinstance(v, list) else v for k, v in old["figures"][name].items()}),
-            made(results / name),
-        )  # type: ignore[index]
+        told, now = old["figures"][name], made(results / name)
+        before = Made(tuple(told["iterations"]), tuple(told["batches"]), tuple(told["orders"]), told["seeds"])
         if name not in late and before != now:
             lines.append(f"- Figure {name.removeprefix('fig')}: {now}, in place of {before}.")
     return "\n".join(lines).rstrip() + "\n"

@@ -87,7 +87,7 @@ def test_fewer_seeds_or_another_batch_are_older_runs(tmp_path: Path) -> None:
 
 
 def test_what_the_settings_ask_for() -> None:
-    assert str(planned("fig4")) == "600 iterations of batch 64, 5 seeds"
+    assert str(planned("fig4")) == "600 iterations of batch 64, exact derivatives, 5 seeds"
     assert planned("fig5")[:2] == planned("fig6")[:2] == planned("fig4")[:2]
     assert planned("fig3")[:2] == ((500,), (20,))
 

@@ -123,7 +123,8 @@ class Descent:
         guaranteed = promised > 0
         common: Row = {"part": "descent", "series": f"{self.step}, gamma {self.gamma:g}", "tau": self.tau, "seed": 0}
         common["eta"] = reach / self.tau
-        found = {"share of rounds that rise": (float((change > 0).double().mean()), None)}
+        found: dict[str, tuple[float, float | None]] = {}
+        found["share of rounds that rise"] = float((change > 0).double().mean()), None
         if self.step == "safe":
             ratio = (promised / -change)[guaranteed]
             found["share of rounds with a guarantee"] = (float(guaranteed.double().mean()), None)
