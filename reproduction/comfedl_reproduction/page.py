@@ -148,7 +148,9 @@ def changes(found: Found, results: Path) -> str:
             f"({due}) has not been put here yet, so the verdicts on these claims are those of the short runs.",
             "",
         ]
-    for name in _figures(results) if old is not None else []:
+    for name in _figures(results):
+        if old is None or name not in old["figures"]:
+            continue
         told, now = old["figures"][name], made(results / name)
         before = Made(tuple(told["iterations"]), tuple(told["batches"]), tuple(told["orders"]), told["seeds"])
         if name not in late and before != now:
