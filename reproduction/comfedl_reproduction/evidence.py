@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -98,14 +98,25 @@ def judged(cases: Sequence[Case]) -> str:
         return HOLDS
     if not held:
         return FAILS
-    parts = []
-    for setting in dict.fromkeys(case.setting for case in held):
+    settings = list(dict.fromkeys(case.setting for case in cases))
+    alike: dict[tuple[str, ...], list[str]] = {}  # the settings in which the same measures hold
+    for setting in settings:
         own = [case for case in cases if case.setting == setting]
-        measures = [case.measure for case in own if case.holds]
-        if len(measures) < len(own) and setting:
-            setting += f" ({', '.join(measures)})"
-        parts.append(setting or ", ".join(measures))
+        measures = tuple(case.measure for case in own if case.holds)
+        alike.setdefault(() if len(measures) == len(own) else measures, []).extend([setting] if measures else [])
+    parts = []
+    for measures, where in alike.items():
+        if where == settings:
+            parts.append(join(measures))
+        elif where:
+            parts.append(join(where) + (f" ({join(measures)})" if measures else ""))
     return f"holds only for {'; '.join(parts)}"
+
+
+def join(items: Iterable[object]) -> str:
+    """``a, b and c``."""
+    *first, last = map(str, items)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 Rows = list[dict[str, str]]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from comfedl.config.schema import parse_config
 from comfedl_reproduction.claims import FIGURES, Found, judge
-from comfedl_reproduction.evidence import Claim, EvidenceTable
+from comfedl_reproduction.evidence import Claim, EvidenceTable, join
 from comfedl_reproduction.experiments import merged, read_figure
 
 EARLIER = "short-runs.json"
@@ -32,15 +32,9 @@ class Made(NamedTuple):
 
     def __str__(self) -> str:
         orders = {"first": "first-order derivatives", "exact": "exact derivatives"}
-        parts = [f"{_join(self.iterations)} iterations of batch {_join(self.batches)}"]
+        parts = [f"{join(self.iterations)} iterations of batch {join(self.batches)}"]
         parts += [orders.get(order, order) for order in self.orders]
         return ", ".join([*parts, f"{self.seeds} seeds"])
-
-
-def _join(items: Iterable[Any]) -> str:
-    """``a, b and c``."""
-    *first, last = map(str, items)
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def made(folder: Path) -> Made:
@@ -140,7 +134,7 @@ def changes(found: Found, results: Path) -> str:
     if late:
         numbers = _waiting(found, results)
         whole = numbers == list(range(numbers[0], numbers[-1] + 1))
-        span = f"{numbers[0]} to {numbers[-1]}" if whole else _join(numbers)
+        span = f"{numbers[0]} to {numbers[-1]}" if whole else join(numbers)
         runs = "; ".join(f"figure {name.removeprefix('fig')}: {now}" for name, now in late.items())
         due = "; ".join(f"figure {name.removeprefix('fig')}: {planned(name)}" for name in late)
         lines += [
