@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from comfedl.config.schema import parse_config
 from comfedl_reproduction.claims import FIGURES, Found, judge
-from comfedl_reproduction.evidence import Claim, EvidenceTable, join
+from comfedl_reproduction.evidence import Claim, EvidenceTable, join, judged
 from comfedl_reproduction.experiments import merged, read_figure
 
 EARLIER = "short-runs.json"
-"""The verdicts and lengths of the first runs, for comparison; see ``earlier``."""
+"""The verdicts on the paper's methods and the lengths of the first runs, for comparison; see ``earlier``."""
 
 
 class Made(NamedTuple):
@@ -77,6 +77,16 @@ def pending(results: Path) -> dict[str, Made]:
     return found
 
 
+def lacking(results: Path) -> dict[str, list[str]]:
+    """The series that a figure's settings have and its results do not."""
+    found = {}
+    for name in _figures(results):
+        have = {(row["group"], row["method"]) for row in EvidenceTable(results / name).summary}
+        arms = read_figure(name, "paper").arms
+        found[name] = list(dict.fromkeys(arm.label for arm in arms if (arm.group, arm.label) not in have))
+    return {name: labels for name, labels in found.items() if labels}
+
+
 def _figures(results: Path) -> list[str]:
     return [name for name in FIGURES if (results / name / "curves.csv").exists()]
 
@@ -84,7 +94,7 @@ def _figures(results: Path) -> list[str]:
 def earlier(results: Path) -> dict[str, Any]:
     """Verdicts and runs in the form of ``EARLIER``."""
     return {
-        "verdicts": [claim.verdict for claim in judge(results).claims],
+        "verdicts": [judged(claim.cases) for claim in judge(results).claims],
         "figures": {name: made(results / name)._asdict() for name in _figures(results)},
     }
 
@@ -101,11 +111,11 @@ def verdicts(found: Found, results: Path) -> str:
     ]
     for i, claim in enumerate(found.claims, 1):
         then = old["verdicts"][i - 1] if old is not None and len(old["verdicts"]) == len(found.claims) else ""
-        then = "these are they" if i in waiting else "the same" if then == claim.verdict else then
+        then = "these are they" if i in waiting else "the same" if then == judged(claim.cases) else then
         lines.append(_row(i, claim.figure, claim.statement, f"**{claim.verdict}**", claim.decides, then))
     if found.questions:
-        lines += ["", "Questions of ours, decided by the same kind of rule:", ""]
-        lines += ["| | figure | question | verdict | the number that decides |", "|---|---|---|---|---|"]
+        lines += ["", "Statements of ours, decided by the same kind of rule:", ""]
+        lines += ["| | figure | statement | verdict | the number that decides |", "|---|---|---|---|---|"]
         for letter, claim in zip("ABCDEFGHIJ", found.questions, strict=False):
             lines.append(_row(letter, claim.figure, claim.statement, f"**{claim.verdict}**", claim.decides))
     return "\n".join(lines) + "\n"
@@ -149,6 +159,10 @@ def changes(found: Found, results: Path) -> str:
         before = Made(tuple(told["iterations"]), tuple(told["batches"]), tuple(told["orders"]), told["seeds"])
         if name not in late and before != now:
             lines.append(f"- Figure {name.removeprefix('fig')}: {now}, in place of {before}.")
+    for name, labels in lacking(results).items():
+        lines.append(
+            f"- Figure {name.removeprefix('fig')} does not have these series of its settings yet: {'; '.join(labels)}."
+        )
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -166,7 +180,7 @@ def pictures(results: Path) -> str:
     lines = []
     for name in _figures(results):
         lines += [f"**{CAPTIONS[name]}**", ""]
-        for picture in sorted((results / name).glob("*.png")):
+        for picture in sorted((results / name).glob("*.png"), key=lambda path: (path.name.count("-"), path.name)):
             lines += [f"![{CAPTIONS[name]}](../{results.name}/{name}/{picture.name})", ""]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from comfedl_reproduction.claims import ADAPTED, FEDMAML_SAME, judge
-from comfedl_reproduction.page import EARLIER, changes, earlier, fill, main, pending, planned, verdicts
+from comfedl_reproduction.page import EARLIER, changes, earlier, fill, lacking, main, pending, planned, verdicts
 from helpers.figures import METHODS, fig4, figure
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_new_runs_replace_the_old_ones_on_the_page(tmp_path: Path) -> None:
     assert page.count("| these are they |") == 8
     long = results(short)
     page = fill(page, long)
-    assert "older" not in page and "these are they" not in page
+    assert "of its settings yet" not in page and "older" not in page and "these are they" not in page
     assert "Figure 4: 600 iterations of batch 64, exact derivatives, 5 seeds, in place of 180 iterations" in page
     assert "| 1 | 4 | ComFedL-DAMAML outperforms FedAvg, FedMAML, TR-MAML and Ditto" in page
     assert "| B | 4 | Robust weights gain something for personal models beyond that optimiser | **holds** |" in page
@@ -84,6 +84,13 @@ def test_fewer_seeds_or_another_batch_are_older_runs(tmp_path: Path) -> None:
     about(folder / "fig6", 600, 32, 3)
     assert list(pending(folder)) == ["fig5", "fig6"]
     assert changes(judge(folder), folder).startswith("**Claims 5 to 8 rest on older, shorter runs**")
+
+
+def test_missing_series_are_named(tmp_path: Path) -> None:
+    folder = results(tmp_path / "results", ours=False)
+    assert lacking(folder) == {"fig4": [ADAPTED, FEDMAML_SAME]}
+    text = changes(judge(folder), folder)
+    assert f"- Figure 4 does not have these series of its settings yet: {ADAPTED}; {FEDMAML_SAME}." in text
 
 
 def test_what_the_settings_ask_for() -> None:

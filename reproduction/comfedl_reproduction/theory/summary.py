@@ -59,11 +59,9 @@ def x_value(row: Row) -> float:
     return float(row["T"] if "T" in row else row["b"])
 
 
-def expected_slope(part: str, series: str, quantity: str) -> float:
-    """The theory's slope; NaN where there is none, as for estimates other than the paper's with its batch."""
-    if part == "estimate" and series != "eq. (6), b = T":
-        return math.nan
-    return EXPECTED_SLOPES.get(quantity, math.nan)
+def expected_slope(part: str, quantity: str) -> float:
+    """The theory's slope; NaN where there is none: the theorem is not about the gradient of eq. (5)."""
+    return math.nan if part == "estimate" else EXPECTED_SLOPES.get(quantity, math.nan)
 
 
 def group_by(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -105,7 +103,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
                 "slope": slope,
                 "slope_error": error,
                 "last_slope": last_slope,
-                "expected_slope": expected_slope(part, series, quantity) if len(found) > 1 else math.nan,
+                "expected_slope": expected_slope(part, quantity) if len(found) > 1 else math.nan,
                 "least_bound_over_value": min(ratios, default=math.nan),
                 "most_bound_over_value": max(ratios, default=math.nan),
                 "places": len(found),
