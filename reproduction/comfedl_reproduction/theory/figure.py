@@ -132,7 +132,7 @@ def _bias(axes: Axes, series: Series) -> None:
 def _estimates(axes: Axes, series: Series) -> None:
     for k, estimate in enumerate(ESTIMATES):
         at = series.get(("estimate", estimate, "last quarter"), [])
-        _points(axes, at, k, f"{estimate}: {_slope(at)}")
+        _points(axes, at, k, estimate)
     axes.set_xlabel(r"local steps $T = \tau S$")
     axes.set_ylabel(r"mean of $\|\nabla F(\bar{w}_s)\|^2$ over the last quarter")
     axes.set_title(rf"Eq. (5), $\gamma = {GAMMA}$: how losses are estimated")
