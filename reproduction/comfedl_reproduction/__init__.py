@@ -1,7 +1,8 @@
 """The paper's experiments: one command per figure, with tuning, seeds, error bars and tables.
 
 The command line calls ``reproduce``. The settings of a figure are in experiments/FIGURE.toml; ``protocol`` tunes and
-evaluates its methods on ``runner``, and ``report`` writes tables and plots. The convergence analysis is in ``theory``.
+evaluates its methods on ``runner``, and ``report`` writes tables and plots. The convergence analysis is in ``theory``,
+and ``published`` has the tables of other papers. ``claims`` judges the results, and ``page`` puts them into the docs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from comfedl_reproduction.runner import Runner
 
 FIGURES = ("fig2", "fig3", "fig4", "fig5", "fig6")
 THEORY = "theory"
+TABLES = "tables"
 
 
 def reproduce(
@@ -31,8 +33,8 @@ def reproduce(
     jobs: int | None = None,
     log: str = "bar",
 ) -> list[Path]:
-    """Run what is missing for these figures ("all" for every one), write tables and plots, and return their folders."""
-    allowed = (*FIGURES, THEORY)
+    """Run what is missing for these names ("all": all of them), write tables and plots, and return their folders."""
+    allowed = (*FIGURES, THEORY, TABLES)
     for name in names:
         if name not in (*allowed, "all"):
             raise ConfigError(f"There is no figure {name!r}; {nearest(name, [*allowed, 'all'])}.")
@@ -50,7 +52,20 @@ def reproduce(
 
         theory.run(out / THEORY, preset, seeds)
         written.append(out / THEORY)
+    if TABLES in chosen:
+        written.append(_tables(preset, seeds, out, jobs, log))
     return written
+
+
+def _tables(preset: str, seeds: int | None, out: Path, jobs: int, log: str) -> Path:
+    from comfedl_reproduction import published, report  # noqa: F401 - needs the extra `plot`: fails before anything runs
+
+    figure = read_figure(TABLES, preset, seeds)
+    for data in published.DATA:
+        fetch(data, progress=True)
+    runner = Runner(out / "runs", jobs, _commit(), log)
+    outcome = run_figures([figure], {figure.name: figure}, runner)[figure.name]
+    return published.write(outcome, out / TABLES)
 
 
 def _figures(names: Sequence[str], preset: str, seeds: int | None, out: Path, jobs: int, log: str) -> list[Path]:

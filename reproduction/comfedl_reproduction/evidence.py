@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -31,28 +31,92 @@ class OverSeeds:
 
 @dataclass(frozen=True)
 class Case:
-    """One setting in which a claim was checked: whether it holds there, and the numbers."""
+    """One check of a claim.
+
+    Attributes:
+        setting: where it was checked, in words.
+        measure: what was measured there, if a setting has several measures.
+        holds: whether the claim holds in this case.
+        decides: the number that decides it, in a few words.
+        numbers: all numbers behind it.
+    """
 
     setting: str
+    measure: str
     holds: bool
+    decides: str
     numbers: str
+
+    @property
+    def name(self) -> str:
+        return ", ".join(part for part in (self.setting, self.measure) if part)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, the rule that decides it, and the cases it was checked in."""
+    """A statement, the rule that decides it, and the cases it was checked in.
+
+    ``ours`` has the same checks with our optimisers in place of the paper's method, by the name of the optimiser: they
+    never change whether the claim itself holds, but are told beside it.
+    """
 
     figure: str
     statement: str
     rule: str
     cases: tuple[Case, ...]
+    ours: Mapping[str, tuple[Case, ...]]
 
     @property
     def verdict(self) -> str:
-        held = [case.setting for case in self.cases if case.holds]
-        if len(held) == len(self.cases):
-            return "reproduced"
-        return f"only under: {'; '.join(held)}" if held else "not reproduced"
+        """In words, and what is different with our optimisers."""
+        own = judged(self.cases)
+        found = {name: judged(cases) for name, cases in self.ours.items()}
+        if own == HOLDS or not found:
+            return own
+        if own == FAILS and (full := [name for name, verdict in found.items() if verdict == HOLDS]):
+            return f"holds only with {' or '.join(full)}, not with the paper's method"
+        told = [f"with {name} it {verdict}" for name, verdict in found.items() if verdict != FAILS]
+        failed = [name for name, verdict in found.items() if verdict == FAILS]
+        if not told:
+            return own + (f", nor with {' or '.join(failed)}" if own == FAILS else "")
+        return "; ".join([own, *told, *(f"with {name} it {FAILS}" for name in failed)])
+
+    @property
+    def decides(self) -> str:
+        """The number of the first case that speaks against the claim, or of the first one."""
+        case = next((case for case in self.cases if not case.holds), self.cases[0])
+        return f"{case.name}: {case.decides}"
+
+
+HOLDS, FAILS = "holds", "does not hold"
+
+
+def judged(cases: Sequence[Case]) -> str:
+    """Whether a claim holds in all cases, in none, or in which settings."""
+    held = [case for case in cases if case.holds]
+    if len(held) == len(cases):
+        return HOLDS
+    if not held:
+        return FAILS
+    settings = list(dict.fromkeys(case.setting for case in cases))
+    alike: dict[tuple[str, ...], list[str]] = {}  # the settings in which the same measures hold
+    for setting in settings:
+        own = [case for case in cases if case.setting == setting]
+        measures = tuple(case.measure for case in own if case.holds)
+        alike.setdefault(() if len(measures) == len(own) else measures, []).extend([setting] if measures else [])
+    parts = []
+    for measures, where in alike.items():
+        if where == settings:
+            parts.append(join(measures))
+        elif where:
+            parts.append(join(where) + (f" ({join(measures)})" if measures else ""))
+    return f"holds only for {'; '.join(parts)}"
+
+
+def join(items: Iterable[object]) -> str:
+    """``a, b and c``."""
+    *first, last = map(str, items)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 Rows = list[dict[str, str]]
@@ -63,14 +127,18 @@ class EvidenceTable:
 
     def __init__(self, folder: Path) -> None:
         self.rows, self.summary = _read(folder / "curves.csv"), _read(folder / "summary.csv")
+        self.last: dict[tuple[str, str], int] = {}
+        for row in self.rows:
+            key = row["group"], row["point"]
+            self.last[key] = max(self.last.get(key, 0), int(row["round"]))
 
     def curve(self, group: str, method: str, column: str, point: str = "") -> dict[str, dict[int, float]]:
-        """Seed -> round -> value."""
+        """Seed -> round -> value, for the seeds that did not diverge: a diverged run has no last round."""
         out: dict[str, dict[int, float]] = {}
         for row in self.rows:
             if (row["group"], row["method"], row["point"]) == (group, method, point):
                 out.setdefault(row["seed"], {})[int(row["round"])] = float(row[column])
-        return out
+        return {seed: curve for seed, curve in out.items() if max(curve) == self.last[group, point]}
 
     def per_seed(
         self,

@@ -24,7 +24,6 @@ COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 METHODS = {
     "ComFedL": 0,
     "ComFedL-DAMAML": 0,
-    "ComFedL-DAMAML, exact": 5,
     "FedAvg": 1,
     "FedAvg, one step at test": 1,
     "DRFL": 2,
@@ -32,6 +31,14 @@ METHODS = {
     "q-FedAvg": 3,
     "FedMAML": 3,
     "Ditto": 4,
+    "ComFedL, literal, gamma 1": 4,
+    "ComFedL, literal, gamma 5": 5,
+    "Safe step, momentum": 4,
+    "Robust": 6,
+    "FedAvg, Robust's optimiser": 5,
+    "Equal weights, Robust's optimiser": 2,
+    "Robust, adapted": 6,
+    "FedMAML, Robust's optimiser": 5,
 }
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), "-")
 SYMBOLS = {"tau": r"$\tau$", "gamma": r"$\gamma$", "rho": r"$\rho$"}
@@ -40,11 +47,20 @@ AXES = {"round": "communication rounds", "iterations": "local iterations (rounds
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: a column of curves.csv for the arms of a group, over "round", "iterations" or "point"."""
+    """One set of axes: a column of curves.csv for the arms of a group, over "round", "iterations" or "point".
+
+    ``methods`` are the labels to show; none means all.
+    """
 
     group: str
     column: str
     x: str = "iterations"
+    methods: tuple[str, ...] = ()
+
+    def chosen(self, curves: Sequence[Curve]) -> list[Curve]:
+        """The curves to show."""
+        own = [curve for curve in curves if curve.arm.group == self.group]
+        return [curve for curve in own if not self.methods or curve.arm.label in self.methods]
 
 
 Grid = list[list[Panel]]
@@ -54,10 +70,23 @@ def _rows(groups: Sequence[tuple[str, str]], columns: Sequence[str]) -> Grid:
     return [[Panel(group, column, x) for column in columns] for group, x in groups]
 
 
-def _fig2(group: str) -> Grid:
+PUBLISHED = ("ComFedL", "DRFL", "q-FedAvg", "FedAvg", "ComFedL, literal, gamma 1", "ComFedL, literal, gamma 5")
+OPTIMISERS = (
+    "ComFedL",
+    "FedAvg",
+    "Safe step, momentum",
+    "Robust",
+    "FedAvg, Robust's optimiser",
+    "Equal weights, Robust's optimiser",
+)
+
+
+def _fig2(group: str, methods: tuple[str, ...] = ()) -> Grid:
     """As figure 2 of the paper, plus test data: average accuracy above, the worst client's below."""
     splits = ("train", "validation", "test")
-    return [[Panel(group, f"{split}.accuracy.{kind}", "round") for split in splits] for kind in ("mean", "worst")]
+    return [
+        [Panel(group, f"{split}.accuracy.{kind}", "round", methods) for split in splits] for kind in ("mean", "worst")
+    ]
 
 
 def _fig3(split: str) -> Grid:
@@ -69,8 +98,12 @@ def _fig3(split: str) -> Grid:
 PERSONAL = ["validation.personal_loss.mean", "validation.personal_accuracy.mean", "test.personal_accuracy.mean"]
 WORST = ["validation.personal_loss.worst", "validation.personal_accuracy.worst", "test.personal_accuracy.worst"]
 PLOTS: dict[str, dict[str, Grid]] = {
-    "fig2": {group: _fig2(group) for group in ("published", "independent", "skewed")},
-    "fig3": {split: _fig3(split) for split in ("independent", "skewed")},
+    "fig2": {
+        "published": _fig2("published"),
+        **{group: _fig2(group, PUBLISHED) for group in ("independent", "skewed")},
+        **{f"{group}-optimisers": _fig2(group, OPTIMISERS) for group in ("independent", "skewed")},
+    },
+    "fig3": {split: _fig3(split) for split in ("independent", "skewed", "independent-robust", "skewed-robust")},
     "fig4": {"": _rows([("main", "round")], PERSONAL) + _rows([("main", "round")], WORST)},
     "fig5": {"": _rows([("tau", "round"), ("tau", "iterations"), ("gamma", "iterations")], PERSONAL)},
     "fig6": {"": _rows([("rho", "point"), ("rho", "round")], PERSONAL) + _rows([("rho", "point")], WORST)},
@@ -81,6 +114,7 @@ def plots(outcome: FigureOutcome) -> dict[str, bytes]:
     """All plots of a figure as PNG, by file name; groups that the preset skips are left out."""
     name, groups = outcome.figure.name, outcome.figure.groups
     grids = {key: [row for row in grid if row[0].group in groups] for key, grid in PLOTS[name].items()}
+    grids = {key: grid for key, grid in grids.items() if any(p.chosen(outcome.curves) for row in grid for p in row)}
     return {f"{name}{'-' if key else ''}{key}.png": _draw(outcome, grid) for key, grid in grids.items() if grid}
 
 
@@ -90,7 +124,7 @@ def _draw(outcome: FigureOutcome, grid: Grid) -> bytes:
     table = canvas.subplots(rows, columns, squeeze=False)
     for panels, axes_row in zip(grid, table, strict=True):
         for panel, axes in zip(panels, axes_row, strict=True):
-            _panel(axes, panel, [curve for curve in outcome.curves if curve.arm.group == panel.group])
+            _panel(axes, panel, panel.chosen(outcome.curves))
         axes_row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=8)
         axes_row[0].set_title(outcome.figure.groups[panels[0].group], fontsize=9, loc="left")
     canvas.suptitle(outcome.figure.title, fontsize=11)

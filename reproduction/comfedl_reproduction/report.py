@@ -33,7 +33,7 @@ def write(outcome: FigureOutcome, folder: Path) -> Path:
     tables = {"curves": curves(outcome), "summary": summary(outcome), "tuning": tuning(outcome)}
     for name, rows in tables.items():
         if rows:
-            write_atomic(folder / f"{name}.csv", _csv(rows).encode())
+            write_atomic(folder / f"{name}.csv", as_csv(rows).encode())
     for name, png in plots(outcome).items():
         write_atomic(folder / name, png)
     write_atomic(folder / "about.json", (json.dumps(about(outcome), indent=2) + "\n").encode())
@@ -165,7 +165,7 @@ def _rounded(number: float) -> float:
     return float(f"{number:.5g}")
 
 
-def _csv(rows: Iterable[Mapping[str, Any]]) -> str:
+def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     rows = list(rows)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")

@@ -20,6 +20,7 @@ from comfedl_reproduction.theory.extensions import Plus
 from comfedl_reproduction.theory.measure import LAWS, Bias, Drift, Rate
 from comfedl_reproduction.theory.points import Point
 from comfedl_reproduction.theory.problem import LEAST_BATCH, S1, S2, S3, Synthetic, log_cosh
+from comfedl_reproduction.theory.robust import ESTIMATES, Descent, Estimate
 from comfedl_reproduction.theory.summary import power_law, series_points, summarise
 
 F64 = torch.float64
@@ -232,6 +233,8 @@ TINY: list[Point] = [
     *(Rate(law, T, seed) for law in LAWS for T in (32, 48) for seed in (0, 1)),
     *(Drift(tau, eta, seed) for tau in (1, 3) for eta in (0.01, 0.1) for seed in (0, 1)),
     *(Bias(b, 1, seed) for b in (8, 32) for seed in (0, 1)),
+    *(Descent(gamma, 1, step) for gamma in (1.0, 0.01) for step in ("plain", "safe")),
+    *(Estimate(estimate, T, seed) for estimate in ESTIMATES for T in (32, 64) for seed in (0, 1)),
 ]
 
 
@@ -254,12 +257,15 @@ def test_bounds_are_above_what_is_measured(tmp_path: Path) -> None:
         "descent",
         "inner value rms",
         "direction rms",
+        "guaranteed over measured descent, at most",
+        "change less its bound, at most",
     }
     assert all(float(row["value"]) < float(row["bound"]) for row in bounded)
     assert all(float(row["value"]) > 0 for row in rows if row["part"] == "rate")
     summary = read(tmp_path / "theory-summary.csv")
-    assert {row["part"] for row in summary} == {"rate", "drift", "bias"}
-    assert all(row["seeds"] == "2" and row["above_bound"] == "0" for row in summary)
+    assert {row["part"] for row in summary} == {"rate", "drift", "bias", "descent", "estimate"}
+    assert all(row["seeds"] == ("1" if row["part"] == "descent" else "2") for row in summary)
+    assert all(row["above_bound"] == "0" for row in summary)
     bias = next(row for row in summary if row["quantity"] == "direction bias")
     assert float(bias["slope"]) == pytest.approx(-1, abs=0.25)
     drift = next(row for row in summary if row["quantity"] == "drift of the average")

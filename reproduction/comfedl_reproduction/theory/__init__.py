@@ -1,6 +1,7 @@
 """The paper's convergence analysis, measured on a problem with known constants: the rate, the lemmas and the bias.
 
-Writes ``theory.csv``, ``theory-summary.csv`` and ``theory.png``; docs/theory-check.md explains them.
+Beside it stand what the paper does not analyse: the safe step's descent on eq. (5), and how estimates of the losses
+compare. Writes ``theory.csv``, ``theory-summary.csv`` and ``theory.png``; docs/theory-check.md explains them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from comfedl.algorithms.comfedl import STEPS
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.files import write_atomic
 from comfedl_reproduction.theory.extensions import Plus
 from comfedl_reproduction.theory.measure import LAWS, LONG, Bias, Drift, Rate, Row
 from comfedl_reproduction.theory.points import Point, measure
+from comfedl_reproduction.theory.robust import ESTIMATES, Descent, Estimate
 from comfedl_reproduction.theory.summary import summarise
 
 COLUMNS = ("part", "series", "quantity", "T", "tau", "eta", "b", "seed", "value", "bound")
@@ -28,7 +31,10 @@ COLUMNS = ("part", "series", "quantity", "T", "tau", "eta", "b", "seed", "value"
 
 @dataclass(frozen=True)
 class Preset:
-    """The points to measure; ``long`` has more values of T for the laws in ``LONG``, ``plus`` is the T of ``Plus``."""
+    """The points to measure; ``long`` has more values of T for the laws in ``LONG``, ``plus`` is the T of ``Plus``.
+
+    ``gammas`` are those of ``Descent``, which has ``taus`` too, and ``estimates`` are the T of ``Estimate``.
+    """
 
     T: tuple[int, ...]
     long: tuple[int, ...]
@@ -37,16 +43,20 @@ class Preset:
     batches: tuple[int, ...]
     repeats: int
     plus: int
+    gammas: tuple[float, ...]
+    estimates: tuple[int, ...]
     seeds: int = 3
 
     def points(self, seeds: int) -> list[Point]:
         """All points, longest first, so that no worker is left with a long one at the end."""
         points: list[Point] = [Plus(self.plus)]
+        points += [Descent(gamma, tau, step) for gamma in self.gammas for tau in self.taus for step in STEPS]
         for seed in range(seeds):
             points += [Rate(law, T, seed) for law in LAWS for T in self.T]
             points += [Rate(law, T, seed) for law in LONG for T in self.long]
             points += [Drift(tau, eta, seed) for tau in self.taus for eta in self.etas]
             points += [Bias(b, self.repeats, seed) for b in self.batches]
+            points += [Estimate(estimate, T, seed) for estimate in ESTIMATES for T in self.estimates]
         return sorted(points, key=lambda point: -point.cost)
 
 
@@ -59,6 +69,8 @@ PRESETS = {
         batches=(8, 32, 128),
         repeats=3,
         plus=2048,
+        gammas=(1.0, 0.1, 0.01),
+        estimates=(64, 256),
     ),
     "paper": Preset(
         T=(64, 256, 1024, 4096),
@@ -68,6 +80,8 @@ PRESETS = {
         batches=(8, 32, 128, 512, 2048),
         repeats=8,
         plus=4096,
+        gammas=(1.0, 0.3, 0.1, 0.03, 0.01, 0.003),
+        estimates=(64, 256, 1024, 4096),
     ),
 }
 

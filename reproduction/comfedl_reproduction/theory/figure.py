@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from comfedl_reproduction.theory.measure import DRIFT_BATCH, LAWS, LONG, Row
 from comfedl_reproduction.theory.problem import Synthetic
+from comfedl_reproduction.theory.robust import ESTIMATES, GAMMA
 from comfedl_reproduction.theory.summary import SeriesPoint, group_by, power_law, series_points
 
 # The palette of Okabe and Ito, safe for the colour-blind; markers differ too.
@@ -23,13 +24,16 @@ Series = dict[tuple[str, str, str], list[SeriesPoint]]
 
 
 def draw(rows: Sequence[Row]) -> bytes:
-    """Three panels as a PNG: the rate over T, drift and error over tau eta, errors and bias over b."""
-    figure = Figure(figsize=(13.5, 5.8), layout="constrained")
+    """Panels as a PNG: the rate over T, drift and error over tau eta, errors and bias over b, estimates over T."""
+    panels = [_rate, _drift, _bias]
+    if any(row["part"] == "estimate" for row in rows):
+        panels.append(_estimates)
+    figure = Figure(figsize=(4.5 * len(panels), 5.8), layout="constrained")
     FigureCanvasAgg(figure)
     series: Series = {
         (p, s, q): series_points(same) for (p, s, q), same in group_by(rows, "part", "series", "quantity").items()
     }
-    for axes, panel in zip(figure.subplots(1, 3), (_rate, _drift, _bias), strict=True):
+    for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
         panel(axes, series)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -123,3 +127,12 @@ def _bias(axes: Axes, series: Series) -> None:
     axes.set_xlabel("batch size $b = b_1$")
     axes.set_ylabel("norm of the error at one model")
     axes.set_title("A client's estimate of its gradient")
+
+
+def _estimates(axes: Axes, series: Series) -> None:
+    for k, estimate in enumerate(ESTIMATES):
+        at = series.get(("estimate", estimate, "last quarter"), [])
+        _points(axes, at, k, estimate)
+    axes.set_xlabel(r"local steps $T = \tau S$")
+    axes.set_ylabel(r"mean of $\|\nabla F(\bar{w}_s)\|^2$ over the last quarter")
+    axes.set_title(rf"Eq. (5), $\gamma = {GAMMA}$: how losses are estimated")

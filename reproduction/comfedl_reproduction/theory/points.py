@@ -15,8 +15,9 @@ from comfedl.utils.files import write_atomic
 from comfedl.utils.process_pool import init_worker, process_pool
 from comfedl_reproduction.theory.extensions import Plus
 from comfedl_reproduction.theory.measure import SETTINGS, Bias, Drift, Rate, Row
+from comfedl_reproduction.theory.robust import ROBUST_SETTINGS, Descent, Estimate
 
-Point = Rate | Drift | Bias | Plus
+Point = Rate | Drift | Bias | Plus | Descent | Estimate
 
 
 def measure(out: Path, points: Sequence[Point], workers: int) -> list[Row]:
@@ -37,7 +38,8 @@ def measure(out: Path, points: Sequence[Point], workers: int) -> list[Row]:
 
 def file_stem(point: Point) -> str:
     """The name of a point's file, with a hash of everything that determines the measurement."""
-    key = json.dumps([type(point).__name__, asdict(point), SETTINGS])
+    more = [ROBUST_SETTINGS] if isinstance(point, Descent | Estimate) else []
+    key = json.dumps([type(point).__name__, asdict(point), SETTINGS, *more])
     return f"{type(point).__name__.lower()}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
 
 

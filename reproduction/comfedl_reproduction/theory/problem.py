@@ -179,8 +179,12 @@ class Synthetic:
 
     def objective(self, w: Tensor) -> Tensor:
         """F(w)."""
+        return self.client_objectives(w).mean(dim=-1)
+
+    def client_objectives(self, w: Tensor) -> Tensor:
+        """F_i(w), of shape [..., clients]."""
         r = self.inner_mean(w) - self.t
-        return ((log_cosh(r - S3) + log_cosh(r + S3)) / 2).sum(dim=-1).mean(dim=-1)
+        return ((log_cosh(r - S3) + log_cosh(r + S3)) / 2).sum(dim=-1)
 
     def lower_bound(self) -> float:
         """A lower bound of F: E log cosh(r - S3 zeta) is even and convex in r, so it is smallest at r = 0."""

@@ -51,10 +51,17 @@ def power_law(x: Iterable[float], y: Iterable[float]) -> tuple[float, float]:
 
 
 def x_value(row: Row) -> float:
-    """The x that a quantity is plotted and fitted against: T, tau * eta or b."""
+    """The x that a quantity is plotted and fitted against: T, tau * eta, tau or b."""
     if row["part"] == "drift":
         return float(row["tau"] * row["eta"])
+    if row["part"] == "descent":
+        return float(row["tau"])
     return float(row["T"] if "T" in row else row["b"])
+
+
+def expected_slope(part: str, quantity: str) -> float:
+    """The theory's slope; NaN where there is none: the theorem is not about the gradient of eq. (5)."""
+    return math.nan if part == "estimate" else EXPECTED_SLOPES.get(quantity, math.nan)
 
 
 def group_by(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -80,9 +87,10 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     summary = []
     for (part, series, quantity), same in group_by(rows, "part", "series", "quantity").items():
         fitted = [row for row in same if row["value"] > 0 and (part != "drift" or x_value(row) <= SMALL_STEP)]
+        fitted = [] if part == "descent" else fitted
         slope, error = power_law(map(x_value, fitted), (row["value"] for row in fitted))
         found = series_points(same)
-        last = found[-2:] if part != "drift" else []
+        last = found[-2:] if part not in ("drift", "descent") else []
         last_slope, _ = power_law((point.x for point in last), (point.mean for point in last))
         pairs = [(point.mean, point.bound) for point in found if point.bound is not None]
         ratios = [bound / mean for mean, bound in pairs if mean > 0]
@@ -95,7 +103,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
                 "slope": slope,
                 "slope_error": error,
                 "last_slope": last_slope,
-                "expected_slope": EXPECTED_SLOPES.get(quantity, math.nan) if len(found) > 1 else math.nan,
+                "expected_slope": expected_slope(part, quantity) if len(found) > 1 else math.nan,
                 "least_bound_over_value": min(ratios, default=math.nan),
                 "most_bound_over_value": max(ratios, default=math.nan),
                 "places": len(found),
