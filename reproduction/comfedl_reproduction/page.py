@@ -111,7 +111,7 @@ def verdicts(found: Found, results: Path) -> str:
     ]
     for i, claim in enumerate(found.claims, 1):
         then = old["verdicts"][i - 1] if old is not None and len(old["verdicts"]) == len(found.claims) else ""
-        then = "these are they" if i in waiting else "the same" if then == judged(claim.cases) else then
+        then = "this row is from them" if i in waiting else "the same" if then == judged(claim.cases) else then
         lines.append(_row(i, claim.figure, claim.statement, f"**{claim.verdict}**", claim.decides, then))
     if found.questions:
         lines += ["", "Statements of ours, decided by the same kind of rule:", ""]

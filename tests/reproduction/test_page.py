@@ -57,10 +57,10 @@ def test_new_runs_replace_the_old_ones_on_the_page(tmp_path: Path) -> None:
     (short / EARLIER).write_text(json.dumps(earlier(short)))
     page = fill(EMPTY, short)
     assert "**Claims 1 to 8 rest on older, shorter runs** (figure 4: 180 iterations of batch 32" in page
-    assert page.count("| these are they |") == 8
+    assert page.count("| this row is from them |") == 8
     long = results(short)
     page = fill(page, long)
-    assert "of its settings yet" not in page and "older" not in page and "these are they" not in page
+    assert "of its settings yet" not in page and "older" not in page and "this row is from them" not in page
     assert "Figure 4: 600 iterations of batch 64, exact derivatives, 5 seeds, in place of 180 iterations" in page
     assert "| 1 | 4 | ComFedL-DAMAML outperforms FedAvg, FedMAML, TR-MAML and Ditto" in page
     assert "| B | 4 | Robust weights gain something for personal models beyond that optimiser | **holds** |" in page
