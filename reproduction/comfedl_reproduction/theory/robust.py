@@ -202,7 +202,8 @@ def noisy(problem: RobustProblem, literal: bool) -> Composition:
     synthetic = problem.synthetic
 
     def inner(params: Params, batch: Batch) -> Tensor:
-        i, noise, w = int(batch[1][0]), batch[0].mean(dim=0), params["w"]
+        i, w = int(batch[1][0]), params["w"]
+        noise: Tensor = batch[0].mean(dim=0)
         return problem.losses(w)[i][None] + NOISE * (noise[0] * (synthetic.v @ w) + noise[1])
 
     def outer(y: Tensor, batch: Batch) -> Tensor:
