@@ -42,6 +42,6 @@ class Turnover:
             warnings.warn(
                 f"The weights jump from client to client: over the last {ROUNDS} rounds, {self.mean:.0%} of the weight "
                 "moved to other clients in each round. The worst client may be served less well than by averaging; use "
-                "the method robust, a larger gamma, or a smaller lr.",
+                "a larger gamma or a smaller lr, or, if this is another method, robust.",
                 stacklevel=2,
             )
