@@ -1,8 +1,8 @@
 """The Adult census as its archive has it: no header line, "?" for missing values, spaces after the commas.
 
-Its clients are fourteen occupations, with 9 to 4140 people. Downloads 6 MB, unless they are cached.
-
-    python examples/adult_as_it_comes.py
+For anyone whose table was not made for this: what the columns mean is said in the config, and the files stay as they
+are. Its clients are fourteen occupations, with 9 to 4140 people. Expect an accuracy of about 0.84 on the census's own
+test file. Downloads 28 MB once, unless the data set is cached (`comfedl data fetch adult`).
 """
 
 from __future__ import annotations

@@ -152,6 +152,9 @@ class Until(cf.Callback):
     def __init__(self, seen: Seen) -> None:
         self.seen, self.counts = seen, [0]
 
+    def started(self) -> None:
+        self.counts = [len(self.seen.calls)]  # a loss of the user's own is tried on two samples before the first round
+
     def round_done(self, number: int) -> None:
         self.counts.append(len(self.seen.calls))
 

@@ -294,7 +294,7 @@ def test_a_run_that_is_stopped_is_not_lost(three_clients: cf.FederatedData, tmp_
     two = run(three_clients, tmp_path / "two", rounds=2)
     stopped = cf.load_run(tmp_path / "run", nn.Linear(4, 3).double())
     assert all(torch.equal(stopped.tensors[name], part) for name, part in two.params.items())
-    assert stopped.unfinished is not None and "after round 2 of 6; --resume goes on" in stopped.unfinished
+    assert stopped.unfinished is not None and "after round 2 of 6; continue with --resume" in stopped.unfinished
     run(three_clients, tmp_path / "run", rounds=6, resume=True)
     one, other = content(tmp_path / "whole"), content(tmp_path / "run")
     same = [name for name in one if not name.startswith("checkpoint/") and name != "summary.json"]

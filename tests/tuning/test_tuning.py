@@ -288,7 +288,7 @@ def test_result_table_and_next_steps(whole: tuple[Path, Tuned]) -> None:
         "algorithm.local_steps",
     ]
     assert list(table.columns[0].cells) == [str(trial.number) for trial in tuned.trials]
-    assert show_trials(tuned, most=4).caption == "and 2 more in the study"
+    assert show_trials(tuned, most=4).caption == "and 2 more trials in the study"
     assert f'optuna.load_study(study_name="tune", storage="sqlite:///{folder}/study/study.db")' in tuned.opening
     assert "optuna-dashboard sqlite:///" in tuned.opening and "test" in tuned.caution
 
