@@ -45,7 +45,7 @@ def check_kinds(algorithm: Algorithm, fed: FederatedData) -> None:
     if not isinstance(fed, FederatedData):
         raise ConfigError(f"fed is a {type(fed).__name__}, but it must be a FederatedData(train={{name: (x, y)}}).")
     if not isinstance(algorithm, Algorithm):
-        raise ConfigError(f"algorithm is {algorithm!r}, but it must be a method such as ComFedL(outer=KL(0.2)).")
+        raise ConfigError(f"algorithm is {algorithm!r}, but it must be a method such as Robust(gamma=0.1).")
 
 
 def make_learner(

@@ -44,7 +44,7 @@ from comfedl.utils.files import remove_partial_files, write_atomic
 from comfedl.utils.lock import is_locked, release_lock, still_locked, take_lock
 from comfedl.utils.read_back import read_object, read_rows, read_text, unreadable
 from comfedl.utils.signals import install_handlers, restore_handlers
-from comfedl.utils.toml import to_toml
+from comfedl.utils.toml import flat, to_toml
 from comfedl.utils.tree import Tree
 
 TABLE = "clients_table.jsonl"
@@ -459,8 +459,14 @@ def finished_row(path: Path, settings: Mapping[str, Any]) -> Row | None:
 
 
 def _difference(written: str, settings: Mapping[str, Any]) -> str:
-    """The first lines in which two configs differ."""
-    recorded, given = written.splitlines(), to_toml(settings).splitlines()
-    pairs = [(a, b) for a, b in zip(recorded, given, strict=False) if a != b]
-    first = pairs[0] if pairs else (f"{len(recorded)} lines", f"{len(given)} lines")
-    return f"{first[0]} in the folder, {first[1]} given"
+    """The first value in which two configs differ, of those that may not change on a resume."""
+    try:
+        recorded, given = (flat(tomllib.loads(text)) for text in (written, to_toml(settings)))
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
+        return "which is not TOML"
+    for key in [*given, *recorded]:
+        may_differ = key == "rounds" or key.partition(".")[0] in (*PLACES, "stop") and key != "stop.metric"
+        if recorded.get(key) != given.get(key) and not may_differ:
+            values = [f"{key} = {found[key]!r}" if key in found else f"no {key}" for found in (recorded, given)]
+            return f"{values[0]} in the folder, {values[1]} given"
+    return "in the order of its tables"
