@@ -327,6 +327,8 @@ def test_another_config_is_not_resumed(three_clients: cf.FederatedData, tmp_path
     stopped(three_clients, tmp_path / "cut")
     with pytest.raises(cf.RunFolderError, match=r"another config .*quorum = 0.5 in the folder, quorum = 0.4 given"):
         run(three_clients, tmp_path / "cut", resume=True, quorum=0.4)
+    with pytest.raises(cf.RunFolderError, match=r"another config \(quorum = 0.5 in the folder, quorum = 0.4 given\)"):
+        run(three_clients, tmp_path / "cut", resume=True, quorum=0.4, rounds=100)  # more rounds are no other run
 
 
 # Longer runs.

@@ -465,7 +465,7 @@ def _difference(written: str, settings: Mapping[str, Any]) -> str:
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):
         return "which is not TOML"
     for key in [*given, *recorded]:
-        may_differ = key == "rounds" or key.partition(".")[0] in (*PLACES, "stop") and key != "stop.metric"
+        may_differ = key == "rounds" or (key.partition(".")[0] in (*PLACES, "stop") and key != "stop.metric")
         if recorded.get(key) != given.get(key) and not may_differ:
             values = [f"{key} = {found[key]!r}" if key in found else f"no {key}" for found in (recorded, given)]
             return f"{values[0]} in the folder, {values[1]} given"
