@@ -18,6 +18,7 @@ from comfedl.cli.data_tables import small_clients
 from comfedl.cli.tables import clients
 from comfedl.config.schema import parse_config, run_config
 from comfedl.core import learner as learning
+from comfedl.models.metrics import METRICS
 from comfedl.utils import tree
 from helpers.inputs import CASES, F64, IGNORED, Attending, DictNet, Recurrent, dict_data, federated, next_words, tokens
 from helpers.stopped import StopAt, files
@@ -185,6 +186,21 @@ def test_the_loss_of_sequences_is_the_mean_over_targets_that_count(monkeypatch: 
         wanted = functional.cross_entropy(output[kept], y[kept])
         assert row["train.loss"] == pytest.approx(float(wanted), rel=1e-12)
         assert row["train.accuracy"] == pytest.approx(float((output.argmax(2)[kept] == y[kept]).double().mean()))
+
+
+def test_a_chunk_without_a_target_that_counts_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "CHUNK", 4)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)).to(F64)
+    x, y = torch.randint(7, (8, 3)), torch.randint(7, (8, 3))
+    y[:4] = IGNORED
+    accuracy = METRICS["accuracy"].function
+    learner = learning.Learner(module, functional.cross_entropy, {"accuracy": accuracy})
+    model = learning.Model(params=dict(module.named_parameters()), buffers={})
+    found = learner.scores(model, (x, y))
+    assert found == learner.scores(model, (x[4:], y[4:])) and found["loss"].isfinite()
+    nothing = learner.means(model, (x, torch.full_like(y, IGNORED)), {"loss": functional.cross_entropy})
+    assert nothing["loss"].isnan()
 
 
 def test_a_batch_without_a_target_that_counts_changes_nothing() -> None:

@@ -167,8 +167,9 @@ class Learner:
                     seen = read(function, output, y)
                     if name != "loss" and not fits(function, *seen):
                         continue
-                    # Of a sequence, every target that counts has the same share.
-                    parts[name].append((samples.count(seen[1]), function(*seen)))
+                    # Of a sequence, every target that counts has the same share; there may be none in this chunk.
+                    size = samples.count(seen[1])
+                    parts[name].append((size, function(*seen) if size else seen[0].new_full((), math.nan)))
             means = {name: _weighted_mean(found) for name, found in parts.items() if found}
             if not whole:
                 return means
@@ -230,4 +231,6 @@ def chunks(data: Batch) -> Iterator[Batch]:
 def _weighted_mean(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
     """The mean of means over parts of these sizes; NaN if all are empty."""
     total = sum(size for size, _ in parts)
-    return torch.stack([(size / total if total else math.nan) * mean for size, mean in parts]).sum(dim=0)
+    if not total:
+        return parts[0][1]
+    return torch.stack([(size / total) * mean for size, mean in parts if size]).sum(dim=0)
