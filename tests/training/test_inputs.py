@@ -203,6 +203,33 @@ def test_a_chunk_without_a_target_that_counts_has_no_share(monkeypatch: pytest.M
     assert nothing["loss"].isnan()
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        functional.cross_entropy,
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=torch.arange(1.0, 8.0, dtype=F64)),
+    ],
+    ids=["function", "object", "arguments", "weights"],
+)
+def test_torchs_cross_entropy_is_the_same_in_any_chunks(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the classes in dimension 1, and other numbers of targets in each chunk, of which one has none."""
+    monkeypatch.setattr(learning, "CHUNK", 4)
+
+    class Turned(nn.Embedding):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).transpose(1, 2)
+
+    torch.manual_seed(0)
+    module = Turned(7, 7).to(F64)
+    x, y = torch.randint(7, (12, 3)), torch.randint(7, (12, 3))
+    y[:4, 1:] = y[4:8] = getattr(loss, "ignore_index", IGNORED)
+    model = learning.Model(params=dict(module.named_parameters()), buffers={})
+    found = learning.Learner(module, loss).mean_loss(model, (x, y))
+    torch.testing.assert_close(found, loss(module(x), y).detach(), rtol=1e-12, atol=0)
+
+
 def test_a_batch_without_a_target_that_counts_changes_nothing() -> None:
     source = torch.Generator().manual_seed(0)
     ids, mask = tokens(3, source)

@@ -22,7 +22,7 @@ from comfedl.core.client_statistics import undefinable
 from comfedl.models.functional import Stateless, may_attend
 from comfedl.models.losses import LossFunction
 from comfedl.models.metrics import MetricFunction, WholeMetric, is_whole
-from comfedl.models.outputs import fits, joined, mean_of, of_samples, read
+from comfedl.models.outputs import fits, joined, mean_of, of_samples, read, share
 from comfedl.utils import samples, tree
 from comfedl.utils.samples import Samples
 from comfedl.utils.tree import Tree
@@ -155,7 +155,7 @@ class Learner:
         plain, whole = split_by_kind(functions)
         outputs: list[Any] = []
         sizes: list[int] = []
-        parts: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in plain}
+        parts: dict[str, list[tuple[float, Tensor]]] = {name: [] for name in plain}
         with torch.no_grad():
             for part in chunks(data):
                 x, y = double_single_sample(part)
@@ -168,7 +168,7 @@ class Learner:
                     if name != "loss" and not fits(function, *seen):
                         continue
                     # Of a sequence, every target that counts has the same share; there may be none in this chunk.
-                    size = samples.count(seen[1])
+                    size = share(function, seen[1])
                     parts[name].append((size, function(*seen) if size else seen[0].new_full((), math.nan)))
             means = {name: _weighted_mean(found) for name, found in parts.items() if found}
             if not whole:
@@ -228,7 +228,7 @@ def chunks(data: Batch) -> Iterator[Batch]:
         yield samples.between(data[0], stop - size, stop), samples.between(data[1], stop - size, stop)
 
 
-def _weighted_mean(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+def _weighted_mean(parts: Sequence[tuple[float, Tensor]]) -> Tensor:
     """The mean of means over parts of these sizes; NaN if all are empty."""
     total = sum(size for size, _ in parts)
     if not total:

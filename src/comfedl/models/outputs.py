@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from comfedl.models.losses import MAPPED, Loss, per_sample_form
 from comfedl.models.metrics import CLASSIFICATION, METRICS, MetricFunction, PerClient, is_whole
+from comfedl.utils import samples
 from comfedl.utils.errors import DataError
 from comfedl.utils.samples import Samples
 
@@ -85,6 +86,19 @@ def read(function: MetricFunction, output: Any, y: Samples) -> tuple[Any, Sample
 def fits(function: MetricFunction, output: Any, y: Samples) -> bool:
     """Whether a metric can take what it was to ``read``: those of the library are for tensors."""
     return (isinstance(output, Tensor) and isinstance(y, Tensor)) or not is_of_library(function)
+
+
+def share(function: MetricFunction, y: Samples) -> float:
+    """What a mean over this part of the data is weighted by: its samples, but for torch's cross-entropy its targets.
+
+    Only targets that count do, each with its class weight, as in the mean that torch takes.
+    """
+    is_torchs = function is functional.cross_entropy or isinstance(function, nn.CrossEntropyLoss)
+    if not is_torchs or not isinstance(y, Tensor) or y.is_floating_point():
+        return samples.count(y)
+    counted = y != getattr(function, "ignore_index", IGNORED)
+    weight = getattr(function, "weight", None)
+    return int(counted.sum()) if weight is None else float(weight[y[counted]].double().sum())
 
 
 def mean_of(function: Callable[[Any, Any], Tensor], output: Any, y: Samples) -> Tensor:
