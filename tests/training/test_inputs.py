@@ -403,6 +403,22 @@ def test_many_clients_at_once_are_for_plain_tensors() -> None:
         cf.fit(chain, fed, METHODS["fedavg"], rounds=1, engine_options={"vectorize": "stack"})
 
 
+def test_ones_own_loss_on_sequences_runs_one_client_after_another() -> None:
+    """Accuracy is added, which many clients at once cannot tell from sequences."""
+
+    def own(output: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(output.flatten(0, -2), y.flatten())
+
+    ids, _ = tokens(8, torch.Generator().manual_seed(0))
+    fed = cf.FederatedData(dict.fromkeys("ab", (ids, ids)))
+    torch.manual_seed(0)
+    chain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)).to(F64)
+    found, wanted = (cf.fit(chain, fed, METHODS["fedavg"], rounds=2, loss=loss) for loss in (own, "cross_entropy"))
+    assert_same(found, wanted, 1e-12)
+    with pytest.raises(cf.ConfigError, match=r"'vmap', but the targets are sequences.*use .auto. or"):
+        cf.fit(chain, fed, METHODS["fedavg"], rounds=2, loss=own, engine_options={"vectorize": "vmap"})
+
+
 @pytest.mark.parametrize("kind", ["dict", "dataclass"])
 def test_vmap_sees_the_logits(kind: str) -> None:
     class Plain(WithOutput):

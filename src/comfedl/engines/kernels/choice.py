@@ -21,7 +21,7 @@ from comfedl.engines.kernels.allocator import keep_freed_memory
 from comfedl.engines.kernels.channels_last import ChannelsLast, convolves
 from comfedl.engines.stacked import Stacked, Vmapped
 from comfedl.models.losses import MAPPED, Loss, LossFunction, per_sample_form
-from comfedl.models.metrics import MetricFunction, is_whole
+from comfedl.models.metrics import METRICS, MetricFunction, is_whole
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
 
@@ -106,7 +106,8 @@ def _obstacle(learner: Learner, data: FederatedData, steps: Iterable[Step]) -> s
         return "the method does not declare its client steps elementwise (see docs/adding-a-method.md)"
     if not all(split.is_plain for name in SPLITS if (split := data.split(name)) is not None):
         return "x or y is a tuple or dict of tensors"
-    if _like_cross_entropy(learner.loss_function) and data.train.y.ndim > 1:
+    classifies = METRICS["accuracy"].function in learner.metrics.values()  # as with a user's loss on sequences
+    if data.train.y.ndim > 1 and (classifies or _like_cross_entropy(learner.loss_function)):
         return "the targets are sequences, of which some may not count"
     if learner.loss_function is functional.cross_entropy and any(_negative(data, name) for name in ("train", "outer")):
         return "there are negative labels, which cross_entropy ignores in its mean"
