@@ -18,7 +18,7 @@ from comfedl.cli.data_tables import small_clients
 from comfedl.cli.tables import clients
 from comfedl.config.schema import parse_config, run_config
 from comfedl.core import learner as learning
-from comfedl.models.metrics import METRICS
+from comfedl.models.metrics import METRICS, PerClient
 from comfedl.utils import tree
 from helpers.inputs import CASES, F64, IGNORED, Attending, DictNet, Recurrent, dict_data, federated, next_words, tokens
 from helpers.stopped import StopAt, files
@@ -352,6 +352,39 @@ def test_two_outputs_come_whole_to_a_loss_and_a_metric_of_ones_own(monkeypatch: 
         x, y = fed.train[str(row["client"])]
         found = (module(*x).kind.argmax(1) == y["kind"]).double().mean()
         assert row["train.hits"] == pytest.approx(float(found))
+
+
+@pytest.mark.parametrize("size", [8, 11])
+def test_parts_of_an_output_that_are_of_no_sample(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scalars are means over all samples, and a constant is itself, even if it is as long as the chunks."""
+    monkeypatch.setattr(learning, "CHUNK", 4)
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            output = self.net(x)
+            table = torch.arange(4.0, dtype=F64)
+            return {"logits": output, "table": table, "parts": [output.square().mean(), output.mean().item(), None]}
+
+    torch.manual_seed(0)
+    module, x = Parts().to(F64), torch.randn(size, 3, dtype=F64)
+    kept: list[Any] = []
+
+    def keep(output: Any, y: Tensor) -> float:
+        kept.append(output)
+        return 0.0
+
+    model = learning.Model(params=dict(module.named_parameters()), buffers={})
+    learning.Learner(module).means(model, (x, torch.zeros(size)), {"own": PerClient("own", keep)})
+    wanted = module(x)["logits"].detach()
+    torch.testing.assert_close(kept[0]["logits"], wanted, rtol=0, atol=1e-12)
+    assert torch.equal(kept[0]["table"], torch.arange(4.0, dtype=F64))
+    square, mean, nothing = kept[0]["parts"]
+    assert float(square) == pytest.approx(float(wanted.square().mean())) and nothing is None
+    assert mean == pytest.approx(float(wanted.mean()))
 
 
 def test_the_targets_of_two_outputs_need_a_loss_of_ones_own() -> None:

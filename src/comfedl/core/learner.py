@@ -168,12 +168,13 @@ class Learner:
                     if name != "loss" and not fits(function, *seen):
                         continue
                     # Of a sequence, every target that counts has the same share; there may be none in this chunk.
-                    size = share(function, seen[1])
-                    parts[name].append((size, function(*seen) if size else seen[0].new_full((), math.nan)))
+                    weight = share(function, seen[1])
+                    parts[name].append((weight, function(*seen) if weight else seen[0].new_full((), math.nan)))
             means = {name: _weighted_mean(found) for name, found in parts.items() if found}
             if not whole:
                 return means
-            entire = joined(outputs, sizes)
+            probe = self._probe(model, data, sizes[0]) if _needs_probe(outputs, sizes) else None
+            entire = joined(outputs, sizes, probe)
             for name, metric in whole.items():
                 output, y = read(metric, entire, data[1])
                 if not fits(metric, output, y):
@@ -181,6 +182,13 @@ class Learner:
                 size = torch.tensor([samples.count(y)], device=samples.first(y).device)
                 means[name] = metric(output, y, size)[0]
             return means
+
+    def _probe(self, model: Model, data: Batch, chunk: int) -> tuple[Any, int]:
+        """The output on a few samples, not as many as in a chunk, and their number."""
+        size = 3 if chunk == 2 else 2
+        with self.repeat_noise(model["params"]):
+            x = samples.between(data[0], 0, size)
+            return self.output(model["params"], model["buffers"], x, train=False)[0], size
 
 
 def value_and_vjp(function: Callable[[Tree], tuple[Tree, Any]], at: Tree) -> tuple[Any, Callable[[Tree], Any], Any]:
@@ -226,6 +234,11 @@ def chunks(data: Batch) -> Iterator[Batch]:
     sizes = [len(part) for part in samples.first(data[0]).tensor_split(parts)]
     for stop, size in zip(accumulate(sizes), sizes, strict=True):
         yield samples.between(data[0], stop - size, stop), samples.between(data[1], stop - size, stop)
+
+
+def _needs_probe(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether chunks of one size leave open which tensors of their outputs have a row per sample."""
+    return len(outputs) > 1 and len(set(sizes)) == 1 and not isinstance(outputs[0], Tensor)
 
 
 def _weighted_mean(parts: Sequence[tuple[float, Tensor]]) -> Tensor:

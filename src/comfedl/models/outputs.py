@@ -136,26 +136,47 @@ def _is_in(function: Any, known: frozenset[MetricFunction]) -> bool:
 
 def of_samples(output: Any, given: int, size: int) -> Any:
     """The outputs of the first ``size`` of the ``given`` samples."""
-    return output if given == size else _map(lambda part: part[:size], [output], given)
+
+    def cut(parts: Sequence[Any]) -> Any:
+        part = parts[0]
+        return part[:size] if isinstance(part, Tensor) and part.ndim and len(part) == given else part
+
+    return output if given == size else _map(cut, [output])
 
 
-def joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The outputs of several parts of the data, with these numbers of samples, as one."""
-    return outputs[0] if len(outputs) == 1 else _map(lambda *parts: torch.cat(parts), outputs, sizes[0])
+def joined(outputs: Sequence[Any], sizes: Sequence[int], probe: tuple[Any, int] | None = None) -> Any:
+    """The outputs of several parts of the data, with these numbers of samples, as one.
+
+    Tensors with a row per sample are concatenated, scalars averaged over samples; everything else is that of the first
+    part. ``probe`` is another output, with its number of samples: where all parts have one size, it shows which tensors
+    have a row per sample.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    seen, counts = (outputs, sizes) if probe is None else ([*outputs, probe[0]], [*sizes, probe[1]])
+
+    def join(parts: Sequence[Any]) -> Any:
+        first, own = parts[0], parts[: len(sizes)]
+        if isinstance(first, Tensor) and first.ndim:
+            rows = all(len(part) == count for part, count in zip(parts, counts, strict=True))
+            return torch.cat(list(own)) if rows else first
+        if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
+            return sum(part * (size / sum(sizes)) for part, size in zip(own, sizes, strict=True))
+        return first
+
+    return _map(join, seen)
 
 
-def _map(change: Callable[..., Tensor], outputs: Sequence[Any], size: int) -> Any:
-    """Change the tensors that have a row per sample; everything else is that of the first output."""
+def _map(change: Callable[[Sequence[Any]], Any], outputs: Sequence[Any]) -> Any:
+    """Outputs of the same structure as one, with ``change`` of each of its parts."""
     first = outputs[0]
-    if isinstance(first, Tensor):
-        return change(*outputs) if first.ndim and len(first) == size else first
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first) if field.init]
-        parts = {name: _map(change, [getattr(each, name) for each in outputs], size) for name in names}
+        parts = {name: _map(change, [getattr(each, name) for each in outputs]) for name in names}
         return dataclasses.replace(first, **parts)
     if isinstance(first, Mapping):
-        return {key: _map(change, [each[key] for each in outputs], size) for key in first}
+        return {key: _map(change, [each[key] for each in outputs]) for key in first}
     if isinstance(first, tuple | list):
-        of_each = [_map(change, parts, size) for parts in zip(*outputs, strict=True)]
+        of_each = [_map(change, parts) for parts in zip(*outputs, strict=True)]
         return type(first)(*of_each) if hasattr(first, "_fields") else type(first)(of_each)
-    return first
+    return change(outputs)
