@@ -343,6 +343,22 @@ def test_classes_in_dimension_1_are_torchs_own_object() -> None:
     assert "train.accuracy.mean" not in found.rounds[-1]
 
 
+@pytest.mark.parametrize(
+    ("loss", "time", "words"),
+    [
+        (nn.CrossEntropyLoss(), 7, "the classes may be last or, as torch has them, in dimension 1"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), 7, "the classes may be last or, as torch has them, in dimension 1"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), 4, "needs the classes in dimension 1"),
+        (nn.CrossEntropyLoss(ignore_index=0), 4, "needs the classes in dimension 1"),
+    ],
+)
+def test_torchs_own_object_needs_classes_that_are_clearly_in_dimension_1(loss: Any, time: int, words: str) -> None:
+    x = torch.randint(7, (8, time), generator=torch.Generator().manual_seed(0))
+    chain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+    with pytest.raises(cf.ConfigError, match=words):
+        cf.fit(chain, cf.FederatedData(dict.fromkeys("ab", (x, x))), METHODS["fedavg"], rounds=1, loss=loss)
+
+
 def test_two_outputs_come_whole_to_a_loss_and_a_metric_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = CASES["two outputs"].fit(METHODS["kl"], rounds=2)
     monkeypatch.setattr(learning, "CHUNK", 5)

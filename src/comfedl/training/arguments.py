@@ -190,6 +190,7 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
     elif like is not None:
         _check_numbers(like == "bce", output, y, data)
     else:
+        _check_classes_first(learner.loss_function, output, y)
         _check_own(learner, whole, y)
     if isinstance(learner.loss_function, Loss):
         outputs = output.shape[-1] if isinstance(output, Tensor) else 0
@@ -205,6 +206,24 @@ def _described(x: Samples) -> str:
 
 def _reason(error: Exception) -> str:
     return str(error) if str(error) and not isinstance(error, KeyError) else repr(error)
+
+
+def _check_classes_first(loss: object, output: Any, y: Samples) -> None:
+    """Check that outputs of sequences for torch's own cross-entropy have their classes in dimension 1."""
+    if not isinstance(loss, nn.CrossEntropyLoss) or not is_sequence(output, y):
+        return
+    assert isinstance(y, Tensor)
+    shapes = f"the model returns {tuple(output.shape)} for y of shape {tuple(y.shape)}"
+    advice = (
+        'with the classes last, use loss="cross_entropy" or cf.losses.CrossEntropy(...), and targets of '
+        f"{IGNORED} where nothing is to be predicted"
+    )
+    if _is_torchs_own(output, y):
+        raise ConfigError(
+            f"The loss is {loss!r} and {shapes}, so the classes may be last or, as torch has them, in dimension 1; "
+            f"{advice}."
+        )
+    raise ConfigError(f"{loss!r} needs the classes in dimension 1, as torch has them, but {shapes}; {advice}.")
 
 
 def _check_own(learner: Learner, output: Any, y: Samples) -> None:
