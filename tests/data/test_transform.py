@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,40 @@ def test_a_run_records_its_transform(transform: Any, words: str, tmp_path: Path)
     run(transform, rounds=2, resume=True)
     with pytest.raises(cf.RunFolderError, match="another config"):
         run(cf.transform.Noise(0.25), rounds=3, resume=True)
+
+
+class Shift:
+    def __init__(self, by: float, names: tuple[str, ...] = ("x",)) -> None:
+        self.by, self.names, self._calls, self.lock = by, names, 0, threading.Lock()
+
+    def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        self._calls += 1
+        return x + self.by
+
+
+def shifted(by: float, x: Tensor, generator: torch.Generator, *, scale: float = 1.0) -> Tensor:
+    return scale * x + by
+
+
+@pytest.mark.parametrize(
+    ("transform", "again", "others"),
+    [
+        (Shift(0.5), Shift(0.5), [Shift(0.25), Shift(0.5, ("y",))]),
+        (partial(shifted, 0.5), partial(shifted, 0.5), [partial(shifted, 0.25), partial(shifted, 0.5, scale=2.0)]),
+        ([partial(Shift(0.5))], [partial(Shift(0.5))], [[partial(Shift(0.25))]]),
+    ],
+    ids=["object", "partial", "partial of an object"],
+)
+def test_a_run_is_not_resumed_with_other_arguments(transform: Any, again: Any, others: Any, tmp_path: Path) -> None:
+    def run(f: Any, **options: Any) -> cf.Result:
+        return cf.fit(dense(), federated(flat), KL, out=tmp_path / "run", transform=f, **options)
+
+    run(transform, rounds=1)
+    for same in (transform, again):
+        run(same, rounds=2, resume=True)
+    for other in others:
+        with pytest.raises(cf.RunFolderError, match="another config"):
+            run(other, rounds=3, resume=True)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ and resumed. What clients are evaluated on, and whole data that losses are measu
 
 from __future__ import annotations
 
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from torch.nn import functional
 from comfedl.utils import checks, samples, tree
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.samples import Samples
-from comfedl.utils.toml import describe
+from comfedl.utils.toml import describe, plain_number
 
 __all__ = ["Crop", "Cutout", "Flip", "Mask", "Noise", "Transform"]
 
@@ -167,12 +168,39 @@ def check_transform(transform: Any) -> tuple[TransformFunction, ...]:
 
 
 def describe_transform(transform: Any) -> Any:
-    """A transform as a run's config records it: one of ours as a table, a function as "module:name"."""
+    """A transform as a run's config records it: one of ours as a table, a function as "module:name".
+
+    A ``functools.partial`` is recorded with its arguments, and another object with its public attributes that are plain
+    values: so a run is not resumed with others.
+    """
     if isinstance(transform, list | tuple):
         return [describe_transform(each) for each in transform] or None
+    if isinstance(transform, functools.partial):
+        given = {"args": _recorded(transform.args), "keywords": _recorded(transform.keywords)}
+        return {"name": "functools:partial", "func": describe_transform(transform.func), **given}
     if transform is None or isinstance(transform, Transform) or hasattr(transform, "__qualname__"):
         return describe(transform)
-    return f"{type(transform).__module__}:{type(transform).__qualname__}"  # its repr may differ between processes
+    name = f"{type(transform).__module__}:{type(transform).__qualname__}"  # its repr may differ between processes
+    attributes = getattr(transform, "__dict__", {}).items()
+    plain = {key: _recorded(value) for key, value in attributes if not key.startswith("_") and _is_plain(value)}
+    return {"name": name, "vars": plain} if plain else name
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is written to a config as it is."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
+    return value is None or isinstance(plain_number(value), bool | int | float | str)
+
+
+def _recorded(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_recorded(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _recorded(each) for key, each in value.items()}
+    return plain_number(value) if _is_plain(value) else describe_transform(value)
 
 
 _ONE_AT_A_TIME = threading.Lock()  # clients may run on several threads, and torch's own generator is shared
