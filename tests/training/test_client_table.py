@@ -207,6 +207,21 @@ def test_a_longer_run_has_a_new_table(tmp_path: Path) -> None:
     assert (tmp_path / "run/clients_table.jsonl").read_bytes() == (tmp_path / "whole/clients_table.jsonl").read_bytes()
 
 
+def test_a_split_that_no_evaluated_client_has_does_not_stop_a_run(tmp_path: Path) -> None:
+    train = {f"c{k:02d}": client(10, k) for k in range(20)}
+    fed = cf.FederatedData(train, {"c00": train["c00"]})
+    found = cf.fit(nn.Linear(4, 2), fed, METHOD, rounds=2, eval_clients=2, out=tmp_path / "run")
+    assert found.splits == ["train"] and (tmp_path / "run/summary.json").exists()
+    assert cf.load_run(tmp_path / "run").clients_table("train")[0]["loss_low"] == found.clients_table()[0]["loss_low"]
+
+
+def test_a_run_finishes_without_intervals_if_they_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_scorer.ClientScorer, "intervals", None)
+    with pytest.warns(UserWarning, match="has no confidence intervals"):
+        fitted(out=tmp_path / "run")
+    assert (tmp_path / "run/summary.json").exists()
+
+
 # The result itself.
 
 

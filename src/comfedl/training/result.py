@@ -77,7 +77,7 @@ class Result:
         """
         start, stop = self._last_rows()
         rows = self.clients[start:stop]
-        available = _splits(rows)
+        available = splits_of(rows)
         chosen = split or available[0]
         checks.one_of("split", chosen, available)
         if len(rows) <= MOST_SCORED and self.scorer is not None and (chosen, with_own) not in self.bounds:
@@ -89,18 +89,24 @@ class Result:
         bounds = self.bounds.get((chosen, with_own)) or self.bounds.get((chosen, not with_own))
         return ClientTable.of(chosen, rows, self._samples(rows), bounds)
 
+    @property
+    def splits(self) -> list[str]:
+        """The splits that a client of the table has scores on, the one to judge the clients on first."""
+        start, stop = self._last_rows()
+        return splits_of(self.clients[start : min(stop, start + MOST_SCORED)])
+
     def notes(self) -> list[str]:
         """Sentences for the user: which clients cannot be judged, and how sure it is who is worst."""
         start, stop = self._last_rows()
         if stop - start > MOST_SCORED:  # rows of all would take long, and much memory
             said = []
-            for name in _splits(self.clients[start : start + MOST_SCORED]):
+            for name in splits_of(self.clients[start : start + MOST_SCORED]):
                 empty = np.flatnonzero(self.samples.get(name, np.ones(1)) == 0)
                 some = [self.names[int(k)] for k in empty[:MOST_LISTED]]
                 said += without_rows(name, len(self.names), some, len(empty))
             return said
         rows = self.clients[start:stop]
-        others = [name for name in _splits(rows) if name != "train"][1:]
+        others = [name for name in splits_of(rows) if name != "train"][1:]
         tables = [ClientTable.of(name, rows, self._samples(rows)) for name in others]
         return [*self.clients_table(with_own=False).notes(), *(text for table in tables for text in table.unjudged())]
 
@@ -204,7 +210,7 @@ class Result:
         }
 
 
-def _splits(rows: Sequence[Row]) -> list[str]:
+def splits_of(rows: Sequence[Row]) -> list[str]:
     """The splits that clients were evaluated on, the one to judge them on first."""
     found = {key.partition(".")[0] for row in rows[:MOST_SCORED] for key in row}
     return [name for name in ("validation", "test", "train") if name in found]

@@ -17,6 +17,7 @@ import tempfile
 import time
 import tomllib
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -267,10 +268,22 @@ class RunFolder(Callback):
             lines.append(json.dumps({"round": number, "client": client, **counts, **(bounds or {}).get(client, {})}))
         write_atomic(self.path / TABLE, "".join(f"{line}\n" for line in lines).encode())
 
+    def _bounds_if_possible(self, result: Result) -> dict[str, Row]:
+        """The bounds, or none with a warning: a run that has trained must not fail for want of them."""
+        try:
+            return self._bounds(result)
+        except Exception as error:  # of a user's model or loss, or of too little memory
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            warnings.warn(
+                f"The run in {self.path} has no confidence intervals, since they failed ({reason}).", stacklevel=2
+            )
+            return {}
+
     def _bounds(self, result: Result) -> dict[str, Row]:
         """The bounds of the clients' scores on held-out data, or else on train data."""
         found: dict[str, Row] = {}
-        for split in [name for name in self.samples if name != "train"] or ["train"]:
+        # With ``eval_clients``, maybe no client that was evaluated has data of some split.
+        for split in [name for name in result.splits if name != "train"] or result.splits:
             table = result.clients_table(split, with_own=False)
             for row in table:
                 bounds = {
@@ -320,7 +333,7 @@ class RunFolder(Callback):
             if self._personal:
                 write_personal(self.path / "personal", result, left_out)
             if len(self.names) <= MOST_SCORED:
-                self._write_table(result.round, self._bounds(result))
+                self._write_table(result.round, self._bounds_if_possible(result))
             self._check_lock()
             write_atomic(self.path / "summary.json", (json.dumps(result.summary(), indent=2) + "\n").encode())
             self._finished = True
