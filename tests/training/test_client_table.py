@@ -175,6 +175,16 @@ def test_many_clients_cost_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
+def test_intervals_are_of_the_data_that_the_scores_are_of() -> None:
+    fed = cf.FederatedData({name: client(60, k) for k, name in enumerate("abc")})
+    found = cf.fit(nn.Linear(4, 2), fed, METHOD, rounds=5, faults=[cf.faults.LabelFlip(["a"])])
+    rows = found.clients_table()
+    assert rows[0]["accuracy"] < 0.5 < rows[1]["accuracy"]
+    for row in rows:
+        for name in ("loss", "accuracy"):
+            assert row[f"{name}_low"] < row[name] < row[f"{name}_high"], (row["client"], name)
+
+
 # In a folder.
 
 

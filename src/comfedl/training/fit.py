@@ -23,7 +23,7 @@ from comfedl.data.outer_share import set_aside
 from comfedl.data.tabular import Encoding
 from comfedl.data.transform import TransformFunction, check_transform, describe_transform
 from comfedl.engines import make_engine
-from comfedl.engines.faults import Fault, Faulty, check_faults
+from comfedl.engines.faults import Fault, Faulty, check_faults, poisoned
 from comfedl.models.losses import LossFunction
 from comfedl.models.metrics import describe_metrics
 from comfedl.training import personal_models
@@ -151,9 +151,10 @@ def fit(
     data = fed.to(first.dtype, first.device)
     add_metrics(learner, initial, data, metrics)
     check_fit(learner, initial, data)
+    held = poisoned(data, options.faults)  # what the clients have, and so what their scores are measured on
     clients = make_engine(
         engine,
-        data,
+        held,
         learner,
         algorithm.steps(),
         options.seed,
@@ -170,7 +171,7 @@ def fit(
         "algorithm": describe(algorithm),
     }
     module = model if isinstance(model, nn.Module) else None
-    scorer = ClientScorer(learner, data, options.seed)
+    scorer = ClientScorer(learner, held, options.seed)
     return fit_on(
         clients, algorithm, initial, frozen, data.contents(), settings, options, fed.encoding, module, started, scorer
     )
