@@ -65,6 +65,7 @@ def test_only_an_accuracy_that_hits_can_give_has_wilsons_interval() -> None:
     assert wilson_of("accuracy", float(np.float32(2 / 3)), 3) == wilson(2, 3)
     assert wilson_of("accuracy", float(np.float32(123_456 / 200_003)), 200_003) == wilson(123_456, 200_003)
     assert wilson_of("accuracy", 0.7, 3) is None  # of tokens, say
+    assert wilson_of("accuracy", 0.12345649, 1_000_000) is None  # however many samples
     assert wilson_of("accuracy", 0.5, 0) is None and wilson_of("f1", 0.5, 2) is None
     assert all(wilson_of("accuracy", odd, 3) is None for odd in (math.inf, math.nan, -1.0, 2.0, 1e300))
 

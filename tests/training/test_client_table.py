@@ -185,6 +185,29 @@ def test_intervals_are_of_the_data_that_the_scores_are_of() -> None:
             assert row[f"{name}_low"] < row[name] < row[f"{name}_high"], (row["client"], name)
 
 
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("kind", ["sequences", "own"])
+def test_only_a_share_of_the_samples_has_wilsons_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scored: bool
+) -> None:
+    if not scored:
+        monkeypatch.setattr(result_module, "MOST_SCORED", 1)
+    generator = torch.Generator().manual_seed(0)
+    if kind == "sequences":  # which it learns: 40/40 tokens, not 10/10 samples
+        model, own = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5)), None
+        x = torch.randint(5, (10, 4), generator=generator)
+        y = x.clone()
+    else:
+        model, own = nn.Sequential(nn.Linear(4, 2)), {"accuracy": lambda output, y: 0.5}
+        x, y = client(10, 0)
+    fed = cf.FederatedData({"a": (x, y), "b": (x.clone(), y.clone())})
+    found = cf.fit(model, fed, cf.FedAvg(lr=1.0, local_steps=30), rounds=9, out=tmp_path / "run", metrics=own)
+    row = found.clients_table(with_own=False)[0]
+    assert row["accuracy"] == (1.0 if kind == "sequences" else 0.5) and row["train_samples"] == 10
+    for table in (found.clients_table(with_own=False), cf.load_run(tmp_path / "run").clients_table("train")):
+        assert not any("accuracy_low" in key for key in table.columns)
+
+
 # In a folder.
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from comfedl.core.learner import Batch, Learner, Model
 from comfedl.models.losses import per_sample_form
 from comfedl.models.metrics import METRICS, MetricFunction, PerClient, is_whole, mean_per_sample
-from comfedl.models.outputs import is_of_library, is_sequence, logits
+from comfedl.models.outputs import IGNORED, is_of_library, is_sequence, logits
 from comfedl.utils.errors import MetricFailed
 from comfedl.utils.samples import Samples
 
@@ -61,7 +61,16 @@ def wilson_of(metric: str, value: float, samples: int) -> Interval | None:
     if metric != "accuracy" or samples < 1 or not (math.isfinite(hits) and 0 <= round(hits) <= samples):
         return None
     # Recorded in float32. An accuracy over tokens or several outputs per sample is no share of the samples.
-    return wilson(round(hits), samples) if abs(hits - round(hits)) <= 1e-3 + 1e-6 * samples else None
+    return wilson(round(hits), samples) if abs(hits - round(hits)) <= min(1e-3 + 1e-6 * samples, 0.25) else None
+
+
+def counts_samples(metrics: Mapping[str, MetricFunction], y: Samples) -> bool:
+    """Whether an accuracy, if it is among the metrics, is a share of the samples: the library's, one label for each."""
+    if "accuracy" not in metrics:
+        return True
+    if not any(metrics["accuracy"] is function for function in HITS) or not isinstance(y, Tensor):
+        return False
+    return y.numel() == len(y) and not bool((y == IGNORED).any())
 
 
 def student(values: Tensor) -> Interval | None:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from comfedl.core.intervals import Interval, score_intervals
+from comfedl.core.intervals import Interval, counts_samples, score_intervals
 from comfedl.core.learner import Learner, Model
 from comfedl.data.federated import FederatedData
 from comfedl.training.client_table import SPLITS
@@ -30,6 +30,10 @@ class ClientScorer:
         """split -> the number of samples of every client, in the order of the names."""
         found = {name: self.data.split(name) for name in SPLITS}
         return {name: split.sizes for name, split in found.items() if split is not None}
+
+    def counts_samples(self) -> bool:
+        """Whether an accuracy is a share of a client's samples, so that it has Wilson's interval."""
+        return counts_samples(self.learner.metrics, self.data.train.y)
 
     def intervals(self, model: Model, client: int, split: str, with_own: bool = True) -> dict[str, Interval]:
         """The intervals of a model's scores at the client in this place; see ``score_intervals``."""

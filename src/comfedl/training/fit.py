@@ -212,6 +212,7 @@ def fit_on(
         participants = options.clients_per_round or count
         options = replace(options, gap=evaluation_gap(clients, algorithm.steps(), participants, options.eval_clients))
     samples = {"train": clients.sizes} if scorer is None else scorer.sizes()
+    counts_samples = scorer is None or scorer.counts_samples()
     callbacks: list[Callback] = list(options.callbacks) if clients.is_leader else []
     try:
         if options.progress and clients.is_leader:
@@ -223,6 +224,7 @@ def fit_on(
             known = fingerprint(*contents, *frozen.values(), *tree.leaves(initial))
             folder = RunFolder(Path(options.out), settings, options, known, encoding, frozen)
             folder.can_save, folder.samples, folder.names = clients.can_save, samples, clients.names
+            folder.counts_samples = counts_samples
             if options.save_personal and count > personal_models.MOST_FILES:
                 of_each = {**initial, "frozen": frozen} if options.save_frozen else dict(initial)
                 folder.personal_bytes = count * tree.nbytes(of_each)
@@ -283,6 +285,7 @@ def fit_on(
             last=last,
             samples=samples,
             scorer=scorer,
+            counts_samples=counts_samples,
         )
         for callback in callbacks:
             callback.finished(result)

@@ -44,6 +44,7 @@ class Result:
         round: the round of ``params``: the last, or with ``EarlyStopping(restore_best=True)`` the best.
         last: the model after the last round, if it is another one.
         samples: split -> the number of samples of every client, as far as the engine knows it.
+        counts_samples: whether an accuracy is a share of a client's samples, as far as that is known.
 
     It can be pickled, without what only this process has: personal models, and the data behind some intervals.
     """
@@ -63,6 +64,7 @@ class Result:
     last: Model | None = field(default=None, repr=False)
     samples: Mapping[str, NDArray[np.int64]] = field(default_factory=dict, repr=False, compare=False)
     scorer: ClientScorer | None = field(default=None, repr=False, compare=False)
+    counts_samples: bool = field(default=True, repr=False, compare=False)
     bounds: dict[tuple[str, bool], dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def clients_table(self, split: str | None = None, *, with_own: bool = True) -> ClientTable:
@@ -87,7 +89,7 @@ class Result:
                 for name, place in self._places(rows).items()
             }
         bounds = self.bounds.get((chosen, with_own)) or self.bounds.get((chosen, not with_own))
-        return ClientTable.of(chosen, rows, self._samples(rows), bounds)
+        return ClientTable.of(chosen, rows, self._samples(rows), bounds, self.counts_samples)
 
     @property
     def splits(self) -> list[str]:
@@ -107,7 +109,9 @@ class Result:
             return said
         rows = self.clients[start:stop]
         others = [name for name in splits_of(rows) if name != "train"][1:]
-        tables = [ClientTable.of(name, rows, self._samples(rows)) for name in others]
+        tables = [
+            ClientTable.of(name, rows, self._samples(rows), counts_samples=self.counts_samples) for name in others
+        ]
         return [*self.clients_table(with_own=False).notes(), *(text for table in tables for text in table.unjudged())]
 
     def _places(self, rows: Sequence[Row]) -> dict[str, int]:

@@ -35,7 +35,7 @@ from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Records, Snapshot
 from comfedl.training.client_records import ClientRows
 from comfedl.training.client_scorer import MOST_SCORED
-from comfedl.training.client_table import HIGH, LOW, MOST_IN_TABLE, SAMPLES
+from comfedl.training.client_table import COUNTS, HIGH, LOW, MOST_IN_TABLE, SAMPLES
 from comfedl.training.options import RunOptions
 from comfedl.training.personal_models import model_bytes, write_personal
 from comfedl.training.result import Result
@@ -180,6 +180,7 @@ class RunFolder(Callback):
         self.names: Sequence[str] = ()
         self.samples: Mapping[str, NDArray[np.int64]] = {}
         """split -> the number of samples of every client."""
+        self.counts_samples = True
         self._stop: int | None = None
         self._handlers: dict[int, Any] = {}
 
@@ -265,7 +266,8 @@ class RunFolder(Callback):
         lines = []
         for place, client in enumerate(self.names):
             counts = {f"{split}{SAMPLES}": int(sizes[place]) for split, sizes in self.samples.items()}
-            lines.append(json.dumps({"round": number, "client": client, **counts, **(bounds or {}).get(client, {})}))
+            known = counts if self.counts_samples else {**counts, COUNTS: False}
+            lines.append(json.dumps({"round": number, "client": client, **known, **(bounds or {}).get(client, {})}))
         write_atomic(self.path / TABLE, "".join(f"{line}\n" for line in lines).encode())
 
     def _bounds_if_possible(self, result: Result) -> dict[str, Row]:
