@@ -255,6 +255,30 @@ def test_a_run_finishes_without_intervals_if_they_fail(tmp_path: Path, monkeypat
     assert (tmp_path / "run/summary.json").exists()
 
 
+@pytest.mark.parametrize("room", [0, -1])
+def test_a_run_bootstraps_at_its_end_only_within_its_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Over all splits and clients: auc draws every sample 1000 times, of two outputs each."""
+    monkeypatch.setattr(result_module, "MOST_DRAWN", 2 * 1000 * (300 + 20 + 5 + 9) + room)
+    found = fitted(out=tmp_path / "run")
+    said = found.notes()
+    saved = cf.load_run(tmp_path / "run").clients_table("validation")
+    assert ("auc_low" in saved[0]) == (room == 0)
+    assert {"loss_low", "accuracy_low"} <= saved[0].keys()
+    assert "auc_low" in found.clients_table()[0] and found.notes() == said
+
+
+def test_the_budget_of_the_end_counts_metrics_samples_and_draws() -> None:
+    one = fitted(eval_clients=None, metrics=["auc", "f1"]).scorer
+    assert one is not None
+    model = {"params": {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}, "buffers": {}}
+    assert one.bootstrap_work(model, [0, 1], "validation") == 2 * 2 * 1000 * 300  # type: ignore[arg-type]
+    assert one.bootstrap_work(model, [1], "validation") == 0  # type: ignore[arg-type]
+    plain = fitted(metrics=["brier"]).scorer
+    assert plain is not None and plain.bootstrap_work(model, [0], "validation") == 0  # type: ignore[arg-type]
+
+
 # The result itself.
 
 

@@ -285,8 +285,8 @@ class RunFolder(Callback):
         """The bounds of the clients' scores on held-out data, or else on train data."""
         found: dict[str, Row] = {}
         # With ``eval_clients``, maybe no client that was evaluated has data of some split.
-        for split in [name for name in result.splits if name != "train"] or result.splits:
-            table = result.clients_table(split, with_own=False)
+        for split in result.judged_splits:
+            table = result.table_at_end(split)
             for row in table:
                 bounds = {
                     f"{split}.{name}{end}": row[name + end]
