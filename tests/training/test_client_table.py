@@ -148,6 +148,13 @@ def test_an_own_metric_may_be_named_like_a_bound() -> None:
     assert table.without_samples() == ["empty"]
 
 
+@pytest.mark.parametrize("name", ["weight", "samples", "train_samples", "client", "round", "accuracy_low", "f_high"])
+def test_a_metric_named_like_another_column_is_refused(name: str) -> None:
+    own = {"f": lambda output, y: 0.5, name: lambda output, y: 0.5}
+    with pytest.raises(cf.ConfigError, match=f"named '{name}', but the table by client has another column"):
+        fitted(metrics=own)
+
+
 def test_long_lists_and_odd_names_stay_readable() -> None:
     assert listed([str(k) for k in range(12)]) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
     assert listed(["a\x1b[2Jb"]) == "a�[2Jb"
