@@ -227,6 +227,16 @@ def test_a_folder_has_the_same_table(tmp_path: Path) -> None:
     assert [line["round"] for line in lines] == [3] * 4
 
 
+def test_a_folder_is_judged_on_the_same_split(tmp_path: Path) -> None:
+    fed = cf.FederatedData({name: client(20, k) for k, name in enumerate("abc")})
+    found = cf.fit(nn.Linear(4, 2), fed, METHOD, rounds=1, out=tmp_path / "run")
+    saved = cf.load_run(tmp_path / "run")
+    assert saved.clients_table() == found.clients_table() and saved.clients_table().split == "train"
+    for wrong in ("validation", "tset"):
+        with pytest.raises(cf.ConfigError, match=f"split is '{wrong}', which is unknown"):
+            saved.clients_table(wrong)
+
+
 def test_a_run_that_goes_on_has_counts_and_wilsons_intervals(tmp_path: Path) -> None:
     class Look(cf.Callback):
         def evaluated(self, row: Any, clients: Any) -> None:
