@@ -209,6 +209,17 @@ def test_losses_with_arguments_and_of_ones_own() -> None:
     assert found.method == "bootstrap (200 draws)" and found.low < found.high
 
 
+@pytest.mark.parametrize("error", [AssertionError, KeyError, IndexError, ValueError])
+def test_an_own_loss_that_fails_on_some_draws_has_no_interval(error: type[Exception]) -> None:
+    def picky(output: Tensor, y: Tensor) -> Tensor:
+        if len(y.unique()) < 3:
+            raise error("a class is missing")
+        return output.logsumexp(1).mean()
+
+    one, model = learner(picky, {"accuracy": METRICS["accuracy"].function})
+    assert set(score_intervals(one, model, classified(6), draws)) == {"accuracy"}
+
+
 def test_an_own_metric_that_fails_on_some_draws_has_no_interval() -> None:
     def picky(output: Tensor, y: Tensor) -> float:
         if len(y.unique()) < 3:

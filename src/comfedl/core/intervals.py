@@ -18,7 +18,6 @@ from comfedl.core.learner import Batch, Learner, Model
 from comfedl.models.losses import per_sample_form
 from comfedl.models.metrics import METRICS, MetricFunction, PerClient, is_whole, mean_per_sample
 from comfedl.models.outputs import IGNORED, is_of_library, is_sequence, logits
-from comfedl.utils.errors import MetricFailed
 from comfedl.utils.samples import Samples
 
 Z = 1.959963984540054  # the 97.5 % quantile of the standard normal distribution
@@ -221,7 +220,7 @@ def _intervals(
         elif with_own or (is_whole(function) and not isinstance(function, PerClient)):
             try:
                 found = bootstrap(function, output, y, make_generator())
-            except (MetricFailed, RuntimeError, ValueError):  # a user's function, on samples such as of one label
+            except Exception:  # a user's function, which may raise anything on samples such as of one label
                 found = None
         if found is not None:
             yield name, found
