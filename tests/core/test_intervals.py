@@ -65,6 +65,7 @@ def test_only_an_accuracy_that_hits_can_give_has_wilsons_interval() -> None:
     assert wilson_of("accuracy", float(np.float32(2 / 3)), 3) == wilson(2, 3)
     assert wilson_of("accuracy", float(np.float32(123_456 / 200_003)), 200_003) == wilson(123_456, 200_003)
     assert wilson_of("accuracy", 0.7, 3) is None  # of tokens, say
+    assert wilson_of("accuracy", 0.12345649, 1_000_000) is None  # however many samples
     assert wilson_of("accuracy", 0.5, 0) is None and wilson_of("f1", 0.5, 2) is None
     assert all(wilson_of("accuracy", odd, 3) is None for odd in (math.inf, math.nan, -1.0, 2.0, 1e300))
 
@@ -206,6 +207,17 @@ def test_losses_with_arguments_and_of_ones_own() -> None:
     own, model = learner(lambda output, y: (output.logsumexp(1) - output[:, 0]).mean(), {})
     found = score_intervals(own, model, data, draws)["loss"]
     assert found.method == "bootstrap (200 draws)" and found.low < found.high
+
+
+@pytest.mark.parametrize("error", [AssertionError, KeyError, IndexError, ValueError])
+def test_an_own_loss_that_fails_on_some_draws_has_no_interval(error: type[Exception]) -> None:
+    def picky(output: Tensor, y: Tensor) -> Tensor:
+        if len(y.unique()) < 3:
+            raise error("a class is missing")
+        return output.logsumexp(1).mean()
+
+    one, model = learner(picky, {"accuracy": METRICS["accuracy"].function})
+    assert set(score_intervals(one, model, classified(6), draws)) == {"accuracy"}
 
 
 def test_an_own_metric_that_fails_on_some_draws_has_no_interval() -> None:

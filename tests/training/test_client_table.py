@@ -148,6 +148,13 @@ def test_an_own_metric_may_be_named_like_a_bound() -> None:
     assert table.without_samples() == ["empty"]
 
 
+@pytest.mark.parametrize("name", ["weight", "samples", "train_samples", "client", "round", "accuracy_low", "f_high"])
+def test_a_metric_named_like_another_column_is_refused(name: str) -> None:
+    own = {"f": lambda output, y: 0.5, name: lambda output, y: 0.5}
+    with pytest.raises(cf.ConfigError, match=f"named '{name}', but the table by client has another column"):
+        fitted(metrics=own)
+
+
 def test_long_lists_and_odd_names_stay_readable() -> None:
     assert listed([str(k) for k in range(12)]) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
     assert listed(["a\x1b[2Jb"]) == "a�[2Jb"
@@ -175,6 +182,39 @@ def test_many_clients_cost_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
+def test_intervals_are_of_the_data_that_the_scores_are_of() -> None:
+    fed = cf.FederatedData({name: client(60, k) for k, name in enumerate("abc")})
+    found = cf.fit(nn.Linear(4, 2), fed, METHOD, rounds=5, faults=[cf.faults.LabelFlip(["a"])])
+    rows = found.clients_table()
+    assert rows[0]["accuracy"] < 0.5 < rows[1]["accuracy"]
+    for row in rows:
+        for name in ("loss", "accuracy"):
+            assert row[f"{name}_low"] < row[name] < row[f"{name}_high"], (row["client"], name)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("kind", ["sequences", "own"])
+def test_only_a_share_of_the_samples_has_wilsons_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scored: bool
+) -> None:
+    if not scored:
+        monkeypatch.setattr(result_module, "MOST_SCORED", 1)
+    generator = torch.Generator().manual_seed(0)
+    if kind == "sequences":  # which it learns: 40/40 tokens, not 10/10 samples
+        model, own = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5)), None
+        x = torch.randint(5, (10, 4), generator=generator)
+        y = x.clone()
+    else:
+        model, own = nn.Sequential(nn.Linear(4, 2)), {"accuracy": lambda output, y: 0.5}
+        x, y = client(10, 0)
+    fed = cf.FederatedData({"a": (x, y), "b": (x.clone(), y.clone())})
+    found = cf.fit(model, fed, cf.FedAvg(lr=1.0, local_steps=30), rounds=9, out=tmp_path / "run", metrics=own)
+    row = found.clients_table(with_own=False)[0]
+    assert row["accuracy"] == (1.0 if kind == "sequences" else 0.5) and row["train_samples"] == 10
+    for table in (found.clients_table(with_own=False), cf.load_run(tmp_path / "run").clients_table("train")):
+        assert not any("accuracy_low" in key for key in table.columns)
+
+
 # In a folder.
 
 
@@ -185,6 +225,16 @@ def test_a_folder_has_the_same_table(tmp_path: Path) -> None:
     assert cf.load_run(tmp_path / "run").clients_table() == table  # also without model=
     lines = [json.loads(line) for line in (tmp_path / "run" / "clients_table.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [3] * 4
+
+
+def test_a_folder_is_judged_on_the_same_split(tmp_path: Path) -> None:
+    fed = cf.FederatedData({name: client(20, k) for k, name in enumerate("abc")})
+    found = cf.fit(nn.Linear(4, 2), fed, METHOD, rounds=1, out=tmp_path / "run")
+    saved = cf.load_run(tmp_path / "run")
+    assert saved.clients_table() == found.clients_table() and saved.clients_table().split == "train"
+    for wrong in ("validation", "tset"):
+        with pytest.raises(cf.ConfigError, match=f"split is '{wrong}', which is unknown"):
+            saved.clients_table(wrong)
 
 
 def test_a_run_that_goes_on_has_counts_and_wilsons_intervals(tmp_path: Path) -> None:
@@ -205,6 +255,45 @@ def test_a_longer_run_has_a_new_table(tmp_path: Path) -> None:
     fitted(out=tmp_path / "whole", rounds=5)
     assert client_table(read_run(tmp_path / "run"), "validation") == longer.clients_table()
     assert (tmp_path / "run/clients_table.jsonl").read_bytes() == (tmp_path / "whole/clients_table.jsonl").read_bytes()
+
+
+def test_a_split_that_no_evaluated_client_has_does_not_stop_a_run(tmp_path: Path) -> None:
+    train = {f"c{k:02d}": client(10, k) for k in range(20)}
+    fed = cf.FederatedData(train, {"c00": train["c00"]})
+    found = cf.fit(nn.Linear(4, 2), fed, METHOD, rounds=2, eval_clients=2, out=tmp_path / "run")
+    assert found.splits == ["train"] and (tmp_path / "run/summary.json").exists()
+    assert cf.load_run(tmp_path / "run").clients_table("train")[0]["loss_low"] == found.clients_table()[0]["loss_low"]
+
+
+def test_a_run_finishes_without_intervals_if_they_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_scorer.ClientScorer, "intervals", None)
+    with pytest.warns(UserWarning, match="has no confidence intervals"):
+        fitted(out=tmp_path / "run")
+    assert (tmp_path / "run/summary.json").exists()
+
+
+@pytest.mark.parametrize("room", [0, -1])
+def test_a_run_bootstraps_at_its_end_only_within_its_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Over all splits and clients: auc draws every sample 1000 times, of two outputs each."""
+    monkeypatch.setattr(result_module, "MOST_DRAWN", 2 * 1000 * (300 + 20 + 5 + 9) + room)
+    found = fitted(out=tmp_path / "run")
+    said = found.notes()
+    saved = cf.load_run(tmp_path / "run").clients_table("validation")
+    assert ("auc_low" in saved[0]) == (room == 0)
+    assert {"loss_low", "accuracy_low"} <= saved[0].keys()
+    assert "auc_low" in found.clients_table()[0] and found.notes() == said
+
+
+def test_the_budget_of_the_end_counts_metrics_samples_and_draws() -> None:
+    one = fitted(eval_clients=None, metrics=["auc", "f1"]).scorer
+    assert one is not None
+    model = {"params": {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}, "buffers": {}}
+    assert one.bootstrap_work(model, [0, 1], "validation") == 2 * 2 * 1000 * 300  # type: ignore[arg-type]
+    assert one.bootstrap_work(model, [1], "validation") == 0  # type: ignore[arg-type]
+    plain = fitted(metrics=["brier"]).scorer
+    assert plain is not None and plain.bootstrap_work(model, [0], "validation") == 0  # type: ignore[arg-type]
 
 
 # The result itself.

@@ -9,7 +9,7 @@ from statistics import fmean
 from comfedl.analysis.read_runs import Run
 from comfedl.core.client_statistics import Row, base
 from comfedl.core.intervals import BOOTSTRAP, STUDENT, WILSON
-from comfedl.training.client_table import HIGH, LOW, PERSONAL, ClientTable, number, samples_of
+from comfedl.training.client_table import COUNTS, HIGH, LOW, PERSONAL, ClientTable, number, samples_of
 
 MEANS = ("loss", "mae", "brier")  # of samples, which have Student's interval
 
@@ -19,7 +19,8 @@ def client_table(run: Run, split: str, recorded: Sequence[Row] | None = None) ->
     rows = run.final_client_rows() if recorded is None else recorded
     kept = run.table_rows()
     at_end = bool(rows) and bool(kept) and kept[0]["round"] == rows[0]["round"]  # else the run goes on
-    return ClientTable.of(split, rows, samples_of(kept), _bounds(kept, split) if at_end else None)
+    counts_samples = all(row.get(COUNTS, True) for row in kept)
+    return ClientTable.of(split, rows, samples_of(kept), _bounds(kept, split) if at_end else None, counts_samples)
 
 
 def _bounds(kept: Sequence[Row], split: str) -> dict[str, Mapping[str, tuple[float, float, str]]]:

@@ -24,9 +24,9 @@ from comfedl.models.functional import with_tensors
 from comfedl.training import checkpoint
 from comfedl.training.client_table import ClientTable
 from comfedl.training.personal_models import NAMES, PersonalModels, file_name
-from comfedl.training.result import MOST_NAMED
+from comfedl.training.result import MOST_NAMED, splits_of
 from comfedl.training.run_folder import recover_replaced
-from comfedl.utils import read_back
+from comfedl.utils import checks, read_back
 from comfedl.utils.errors import ConfigError, RunFolderError, nearest
 from comfedl.utils.read_back import read_object, read_rows, read_toml, unreadable
 
@@ -128,9 +128,18 @@ class SavedRun:
             raise ConfigError(f"{client!r} is not a client of this run; {nearest(client, suggestions)}.")
         raise RunFolderError(f"{self.path} has no personal models (save_personal = false); leave the client out.")
 
-    def clients_table(self, split: str = "validation") -> ClientTable:
-        """One row per client, as the run recorded it: samples, measures with 95 % intervals, weight."""
-        return client_table(read_run(self.path), split)
+    def clients_table(self, split: str | None = None) -> ClientTable:
+        """One row per client, as the run recorded it: samples, measures with 95 % intervals, weight.
+
+        Args:
+            split: the split to judge the clients on: by default validation, else test, else train.
+        """
+        run = read_run(self.path)
+        rows = run.final_client_rows()
+        available = splits_of(rows) or ["validation", "test", "train"]  # nothing is recorded yet
+        chosen = available[0] if split is None else split
+        checks.one_of("split", chosen, available)
+        return client_table(run, chosen, rows)
 
     @cached_property
     def _personal_files(self) -> frozenset[str]:

@@ -7,7 +7,7 @@ Wilson's interval, other means over samples Student's, and everything else the p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,7 @@ from torch import Tensor
 from comfedl.core.learner import Batch, Learner, Model
 from comfedl.models.losses import per_sample_form
 from comfedl.models.metrics import METRICS, MetricFunction, PerClient, is_whole, mean_per_sample
-from comfedl.models.outputs import is_of_library, is_sequence, logits
-from comfedl.utils.errors import MetricFailed
+from comfedl.models.outputs import IGNORED, is_of_library, is_sequence, logits
 from comfedl.utils.samples import Samples
 
 Z = 1.959963984540054  # the 97.5 % quantile of the standard normal distribution
@@ -61,7 +60,16 @@ def wilson_of(metric: str, value: float, samples: int) -> Interval | None:
     if metric != "accuracy" or samples < 1 or not (math.isfinite(hits) and 0 <= round(hits) <= samples):
         return None
     # Recorded in float32. An accuracy over tokens or several outputs per sample is no share of the samples.
-    return wilson(round(hits), samples) if abs(hits - round(hits)) <= 1e-3 + 1e-6 * samples else None
+    return wilson(round(hits), samples) if abs(hits - round(hits)) <= min(1e-3 + 1e-6 * samples, 0.25) else None
+
+
+def counts_samples(metrics: Mapping[str, MetricFunction], y: Samples) -> bool:
+    """Whether an accuracy, if it is among the metrics, is a share of the samples: the library's, one label for each."""
+    if "accuracy" not in metrics:
+        return True
+    if not any(metrics["accuracy"] is function for function in HITS) or not isinstance(y, Tensor):
+        return False
+    return y.numel() == len(y) and not bool((y == IGNORED).any())
 
 
 def student(values: Tensor) -> Interval | None:
@@ -98,6 +106,15 @@ def t_quantile(freedom: int) -> float:
     return Z + sum(term / float(freedom) ** (k + 1) for k, term in enumerate(terms))
 
 
+def draws_of(samples: int) -> int:
+    """How often a bootstrap of the library's metrics draws so many samples.
+
+    >>> draws_of(100), draws_of(1000), draws_of(10**6)
+    (1000, 400, 200)
+    """
+    return max(FEWEST_DRAWS, min(MOST_DRAWS, DRAWN // samples))
+
+
 def bootstrap(
     function: MetricFunction, output: Tensor, y: Tensor, generator: np.random.Generator, draws: int | None = None
 ) -> Interval | None:
@@ -107,7 +124,7 @@ def bootstrap(
     """
     n = len(y)
     if draws is None:
-        draws = max(FEWEST_DRAWS, min(MOST_DRAWS, DRAWN // n))
+        draws = draws_of(n)
         if not is_whole(function) or isinstance(function, PerClient):
             draws = FEWEST_DRAWS  # it is called once for each
     found: list[float] = []
@@ -140,12 +157,14 @@ def score_intervals(
     data: Batch,
     make_generator: Callable[[], np.random.Generator],
     with_own: bool = True,
+    with_bootstrap: bool = True,
 ) -> dict[str, Interval]:
     """The intervals of a model's loss and metrics on a client's data, as far as there are any.
 
     Args:
         make_generator: a fresh generator for each bootstrap, so that all of them draw the same samples.
         with_own: whether to bootstrap the user's own functions too, which takes a few hundred calls of each.
+        with_bootstrap: whether to bootstrap anything; see ``bootstrap_work``.
     """
     if learner.loss_function is None or learner.module is None:
         return {}
@@ -153,6 +172,9 @@ def score_intervals(
     if outputs is None:
         return {}
     functions = {"loss": learner.loss_function, **learner.metrics}
+    if not with_bootstrap:
+        functions = {name: function for name, function in functions.items() if not is_whole(function)}
+        with_own = False
     output, y = outputs
     if not isinstance(output, Tensor):  # a dict or dataclass, of which the library's functions see the logits
         functions = {name: function for name, function in functions.items() if is_of_library(function)}
@@ -161,6 +183,21 @@ def score_intervals(
     if not isinstance(output, Tensor) or not isinstance(y, Tensor) or is_sequence(output, y):
         return {}
     return dict(_intervals(functions, output, y, make_generator, with_own))
+
+
+def bootstrap_work(learner: Learner, model: Model, data: Batch, clients: Iterable[int]) -> int:
+    """How many numbers the bootstraps of the library's metrics draw in all, for clients with so many samples.
+
+    Args:
+        data: a few samples of any client, which show how many outputs each has.
+    """
+    metrics = [one for one in learner.metrics.values() if is_whole(one) and not isinstance(one, PerClient)]
+    outputs = _outputs(learner, model, data) if metrics and learner.module is not None else None
+    if outputs is None:
+        return 0
+    output = logits(outputs[0])
+    width = output.numel() // len(output) if isinstance(output, Tensor) and output.ndim else 1
+    return len(metrics) * width * sum(draws_of(samples) * samples for samples in clients if samples)
 
 
 def _intervals(
@@ -183,7 +220,7 @@ def _intervals(
         elif with_own or (is_whole(function) and not isinstance(function, PerClient)):
             try:
                 found = bootstrap(function, output, y, make_generator())
-            except (MetricFailed, RuntimeError, ValueError):  # a user's function, on samples such as of one label
+            except Exception:  # a user's function, which may raise anything on samples such as of one label
                 found = None
         if found is not None:
             yield name, found

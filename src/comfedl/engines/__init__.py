@@ -12,7 +12,7 @@ from comfedl.data.federated import FederatedData
 from comfedl.data.transform import TransformFunction
 from comfedl.engines.distributed import Distributed
 from comfedl.engines.embedded import Embedded
-from comfedl.engines.faults import Fault, Faulty, poisoned
+from comfedl.engines.faults import Fault, Faulty
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.tree import Tree
@@ -41,7 +41,10 @@ def make_engine(
     faults: Sequence[Fault] = (),
     transforms: Sequence[TransformFunction] = (),
 ) -> Engine:
-    """The engine of this name, with these data; ``state`` is every client's initial state."""
+    """The engine of this name, with these data; ``state`` is every client's initial state.
+
+    Faults that change the data, see ``faults.poisoned``, are in ``data`` already.
+    """
     if name == AT_SITES:
         raise ConfigError(
             'engine is "flower", whose clients are at remote sites; start a local trial with "comfedl flower local '
@@ -50,6 +53,5 @@ def make_engine(
     checks.one_of("engine", name, ENGINES)
     for option in options or {}:
         checks.one_of(f"An option of the engine {name}", option, default_options(name))
-    data = poisoned(data, faults)
     engine = ENGINES[name](data, learner, steps, seed, state, transforms=transforms, **options or {})
     return Faulty(engine, faults, steps, seed) if faults else engine

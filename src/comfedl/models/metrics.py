@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -417,6 +417,8 @@ def function_for(name: str, task: str) -> MetricFunction:
     return METRICS["binary_accuracy" if name == "accuracy" and task == BINARY else name].function
 
 
+# Columns of the table by client, beside the measures and their bounds.
+COLUMNS = ("client", "round", "weight", "samples", "train_samples", "validation_samples", "test_samples")
 OwnMetrics = Mapping[str, "MetricFunction | Metric"]
 _DIRECTIONS: dict[str, bool] = {}  # whether smaller is better, of users' metrics; a name of METRICS keeps its own
 
@@ -443,7 +445,19 @@ def requested_metrics(metrics: Mapping[str, Any] | Sequence[str] | None, task: s
             "with functions (output, y)."
         )
     named = metrics if isinstance(metrics, Mapping) else {name: name for name in metrics}
+    _check_free(named)
     return {name: _requested(name, metric, task) for name, metric in named.items()}
+
+
+def _check_free(names: Collection[Any]) -> None:
+    """Refuse names that the table by client needs for something else."""
+    measures = {"loss", *METRICS, *names}
+    for name in names:
+        bound = isinstance(name, str) and name.endswith(("_low", "_high")) and name.rpartition("_")[0] in measures
+        if name in COLUMNS or bound:
+            raise ConfigError(
+                f"A metric is named {name!r}, but the table by client has another column of this name; rename it."
+            )
 
 
 def _requested(name: Any, metric: Any, task: str) -> MetricFunction:

@@ -12,6 +12,7 @@ from comfedl.core.intervals import wilson_of
 from comfedl.utils.csv_cells import without_formulas
 
 LOW, HIGH, SAMPLES, PERSONAL = "_low", "_high", "_samples", "personal_"
+COUNTS = "accuracy_counts_samples"  # in a run's table by client; left out if true
 SPLITS = ("train", "validation", "test")
 MOST_IN_TABLE = 10_000  # clients; with more, no table is made unless it is asked for
 MOST_LISTED = 10  # clients in a sentence
@@ -68,6 +69,7 @@ class ClientTable(Sequence[Row]):
         recorded: Iterable[Row],
         samples: Mapping[str, Mapping[str, int]] | None = None,
         bounds: Mapping[str, Mapping[str, tuple[float, float, str]]] | None = None,
+        counts_samples: bool = True,
     ) -> ClientTable:
         """From records of one round.
 
@@ -75,6 +77,7 @@ class ClientTable(Sequence[Row]):
             recorded: rows with keys such as "validation.accuracy".
             samples: split -> client -> the number of samples, as far as it is known.
             bounds: client -> measure -> interval; accuracy needs none where the number of samples is known.
+            counts_samples: whether accuracy is a share of the samples; one's own or that of sequences is not.
         """
         rows, methods, samples = [], dict[str, set[str]](), samples or {}
         for record in recorded:
@@ -88,7 +91,7 @@ class ClientTable(Sequence[Row]):
                     continue
                 row[name] = value
                 interval = own.get(name)
-                if interval is None:
+                if interval is None and counts_samples:
                     interval = wilson_of(
                         name.removeprefix(PERSONAL), float(value), samples.get(split, {}).get(client, 0)
                     )

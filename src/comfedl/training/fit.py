@@ -23,7 +23,7 @@ from comfedl.data.outer_share import set_aside
 from comfedl.data.tabular import Encoding
 from comfedl.data.transform import TransformFunction, check_transform, describe_transform
 from comfedl.engines import make_engine
-from comfedl.engines.faults import Fault, Faulty, check_faults
+from comfedl.engines.faults import Fault, Faulty, check_faults, poisoned
 from comfedl.models.losses import LossFunction
 from comfedl.models.metrics import describe_metrics
 from comfedl.training import personal_models
@@ -151,9 +151,10 @@ def fit(
     data = fed.to(first.dtype, first.device)
     add_metrics(learner, initial, data, metrics)
     check_fit(learner, initial, data)
+    held = poisoned(data, options.faults)  # what the clients have, and so what their scores are measured on
     clients = make_engine(
         engine,
-        data,
+        held,
         learner,
         algorithm.steps(),
         options.seed,
@@ -170,7 +171,7 @@ def fit(
         "algorithm": describe(algorithm),
     }
     module = model if isinstance(model, nn.Module) else None
-    scorer = ClientScorer(learner, data, options.seed)
+    scorer = ClientScorer(learner, held, options.seed)
     return fit_on(
         clients, algorithm, initial, frozen, data.contents(), settings, options, fed.encoding, module, started, scorer
     )
@@ -211,6 +212,7 @@ def fit_on(
         participants = options.clients_per_round or count
         options = replace(options, gap=evaluation_gap(clients, algorithm.steps(), participants, options.eval_clients))
     samples = {"train": clients.sizes} if scorer is None else scorer.sizes()
+    counts_samples = scorer is None or scorer.counts_samples()
     callbacks: list[Callback] = list(options.callbacks) if clients.is_leader else []
     try:
         if options.progress and clients.is_leader:
@@ -222,6 +224,7 @@ def fit_on(
             known = fingerprint(*contents, *frozen.values(), *tree.leaves(initial))
             folder = RunFolder(Path(options.out), settings, options, known, encoding, frozen)
             folder.can_save, folder.samples, folder.names = clients.can_save, samples, clients.names
+            folder.counts_samples = counts_samples
             if options.save_personal and count > personal_models.MOST_FILES:
                 of_each = {**initial, "frozen": frozen} if options.save_frozen else dict(initial)
                 folder.personal_bytes = count * tree.nbytes(of_each)
@@ -282,6 +285,7 @@ def fit_on(
             last=last,
             samples=samples,
             scorer=scorer,
+            counts_samples=counts_samples,
         )
         for callback in callbacks:
             callback.finished(result)

@@ -7,6 +7,7 @@ import pickle
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
 from comfedl.data.client_names import find
 from comfedl.models.functional import with_tensors
-from comfedl.training.client_scorer import MOST_SCORED, ClientScorer
+from comfedl.training.client_scorer import MOST_DRAWN, MOST_SCORED, ClientScorer
 from comfedl.training.client_table import MOST_LISTED, SPLITS, ClientTable, number, without_rows
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError, nearest
 
+# Which intervals a table by client has.
+ALL, OF_LIBRARY, CLOSED_FORMS = KINDS = ("all", "all but of one's own functions", "without a bootstrap")
 MOST_NAMED = 1000  # with more clients, error messages do not look for similar names
 
 
@@ -44,6 +47,7 @@ class Result:
         round: the round of ``params``: the last, or with ``EarlyStopping(restore_best=True)`` the best.
         last: the model after the last round, if it is another one.
         samples: split -> the number of samples of every client, as far as the engine knows it.
+        counts_samples: whether an accuracy is a share of a client's samples, as far as that is known.
 
     It can be pickled, without what only this process has: personal models, and the data behind some intervals.
     """
@@ -63,7 +67,8 @@ class Result:
     last: Model | None = field(default=None, repr=False)
     samples: Mapping[str, NDArray[np.int64]] = field(default_factory=dict, repr=False, compare=False)
     scorer: ClientScorer | None = field(default=None, repr=False, compare=False)
-    bounds: dict[tuple[str, bool], dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+    counts_samples: bool = field(default=True, repr=False, compare=False)
+    bounds: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def clients_table(self, split: str | None = None, *, with_own: bool = True) -> ClientTable:
         """One row per client: samples, measures with their 95 % intervals, weight; see ``ClientTable``.
@@ -75,34 +80,67 @@ class Result:
             split: the split to judge the clients on: by default validation, else test, else train.
             with_own: whether functions of your own have an interval too, for which each is called 200 times a client.
         """
+        return self._table(split, ALL if with_own else OF_LIBRARY)
+
+    def table_at_end(self, split: str | None = None) -> ClientTable:
+        """``clients_table`` with the intervals that take about a second at most: what a run writes and says itself."""
+        return self._table(split, OF_LIBRARY if self._bootstraps_at_end else CLOSED_FORMS)
+
+    @cached_property
+    def _bootstraps_at_end(self) -> bool:
+        """Whether bootstraps of all clients and splits stay within the budget of a run's end."""
+        start, stop = self._last_rows()
+        if self.scorer is None or stop - start > MOST_SCORED:
+            return True
+        model, places = (
+            Model(params=self.params, buffers=self.buffers),
+            [*self._places(self.clients[start:stop]).values()],
+        )
+        return sum(self.scorer.bootstrap_work(model, places, split) for split in self.judged_splits) <= MOST_DRAWN
+
+    def _table(self, split: str | None, kind: str) -> ClientTable:
         start, stop = self._last_rows()
         rows = self.clients[start:stop]
-        available = _splits(rows)
+        available = splits_of(rows)
         chosen = split or available[0]
         checks.one_of("split", chosen, available)
-        if len(rows) <= MOST_SCORED and self.scorer is not None and (chosen, with_own) not in self.bounds:
+        if len(rows) <= MOST_SCORED and self.scorer is not None and (chosen, kind) not in self.bounds:
             model = Model(params=self.params, buffers=self.buffers)
-            self.bounds[chosen, with_own] = {
-                name: self.scorer.intervals(model, place, chosen, with_own)
+            self.bounds[chosen, kind] = {
+                name: self.scorer.intervals(model, place, chosen, kind == ALL, kind != CLOSED_FORMS)
                 for name, place in self._places(rows).items()
             }
-        bounds = self.bounds.get((chosen, with_own)) or self.bounds.get((chosen, not with_own))
-        return ClientTable.of(chosen, rows, self._samples(rows), bounds)
+        # A pickled result has those that were asked for before.
+        bounds = next((self.bounds[chosen, one] for one in (kind, *KINDS) if self.bounds.get((chosen, one))), None)
+        return ClientTable.of(chosen, rows, self._samples(rows), bounds, self.counts_samples)
+
+    @property
+    def splits(self) -> list[str]:
+        """The splits that a client of the table has scores on, the one to judge the clients on first."""
+        start, stop = self._last_rows()
+        return splits_of(self.clients[start : min(stop, start + MOST_SCORED)])
+
+    @property
+    def judged_splits(self) -> list[str]:
+        """Those of them with held-out data, or else train."""
+        return [name for name in self.splits if name != "train"] or self.splits
 
     def notes(self) -> list[str]:
         """Sentences for the user: which clients cannot be judged, and how sure it is who is worst."""
         start, stop = self._last_rows()
         if stop - start > MOST_SCORED:  # rows of all would take long, and much memory
             said = []
-            for name in _splits(self.clients[start : start + MOST_SCORED]):
+            for name in splits_of(self.clients[start : start + MOST_SCORED]):
                 empty = np.flatnonzero(self.samples.get(name, np.ones(1)) == 0)
                 some = [self.names[int(k)] for k in empty[:MOST_LISTED]]
                 said += without_rows(name, len(self.names), some, len(empty))
             return said
         rows = self.clients[start:stop]
-        others = [name for name in _splits(rows) if name != "train"][1:]
-        tables = [ClientTable.of(name, rows, self._samples(rows)) for name in others]
-        return [*self.clients_table(with_own=False).notes(), *(text for table in tables for text in table.unjudged())]
+        others = [name for name in splits_of(rows) if name != "train"][1:]
+        tables = [
+            ClientTable.of(name, rows, self._samples(rows), counts_samples=self.counts_samples) for name in others
+        ]
+        return [*self.table_at_end().notes(), *(text for table in tables for text in table.unjudged())]
 
     def _places(self, rows: Sequence[Row]) -> dict[str, int]:
         return {str(row["client"]): find(self.names, str(row["client"])) or 0 for row in rows}
@@ -204,7 +242,7 @@ class Result:
         }
 
 
-def _splits(rows: Sequence[Row]) -> list[str]:
+def splits_of(rows: Sequence[Row]) -> list[str]:
     """The splits that clients were evaluated on, the one to judge them on first."""
     found = {key.partition(".")[0] for row in rows[:MOST_SCORED] for key in row}
     return [name for name in ("validation", "test", "train") if name in found]

@@ -17,6 +17,7 @@ import tempfile
 import time
 import tomllib
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -34,7 +35,7 @@ from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Records, Snapshot
 from comfedl.training.client_records import ClientRows
 from comfedl.training.client_scorer import MOST_SCORED
-from comfedl.training.client_table import HIGH, LOW, MOST_IN_TABLE, SAMPLES
+from comfedl.training.client_table import COUNTS, HIGH, LOW, MOST_IN_TABLE, SAMPLES
 from comfedl.training.options import RunOptions
 from comfedl.training.personal_models import model_bytes, write_personal
 from comfedl.training.result import Result
@@ -179,6 +180,7 @@ class RunFolder(Callback):
         self.names: Sequence[str] = ()
         self.samples: Mapping[str, NDArray[np.int64]] = {}
         """split -> the number of samples of every client."""
+        self.counts_samples = True
         self._stop: int | None = None
         self._handlers: dict[int, Any] = {}
 
@@ -264,14 +266,27 @@ class RunFolder(Callback):
         lines = []
         for place, client in enumerate(self.names):
             counts = {f"{split}{SAMPLES}": int(sizes[place]) for split, sizes in self.samples.items()}
-            lines.append(json.dumps({"round": number, "client": client, **counts, **(bounds or {}).get(client, {})}))
+            known = counts if self.counts_samples else {**counts, COUNTS: False}
+            lines.append(json.dumps({"round": number, "client": client, **known, **(bounds or {}).get(client, {})}))
         write_atomic(self.path / TABLE, "".join(f"{line}\n" for line in lines).encode())
+
+    def _bounds_if_possible(self, result: Result) -> dict[str, Row]:
+        """The bounds, or none with a warning: a run that has trained must not fail for want of them."""
+        try:
+            return self._bounds(result)
+        except Exception as error:  # of a user's model or loss, or of too little memory
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            warnings.warn(
+                f"The run in {self.path} has no confidence intervals, since they failed ({reason}).", stacklevel=2
+            )
+            return {}
 
     def _bounds(self, result: Result) -> dict[str, Row]:
         """The bounds of the clients' scores on held-out data, or else on train data."""
         found: dict[str, Row] = {}
-        for split in [name for name in self.samples if name != "train"] or ["train"]:
-            table = result.clients_table(split, with_own=False)
+        # With ``eval_clients``, maybe no client that was evaluated has data of some split.
+        for split in result.judged_splits:
+            table = result.table_at_end(split)
             for row in table:
                 bounds = {
                     f"{split}.{name}{end}": row[name + end]
@@ -320,7 +335,7 @@ class RunFolder(Callback):
             if self._personal:
                 write_personal(self.path / "personal", result, left_out)
             if len(self.names) <= MOST_SCORED:
-                self._write_table(result.round, self._bounds(result))
+                self._write_table(result.round, self._bounds_if_possible(result))
             self._check_lock()
             write_atomic(self.path / "summary.json", (json.dumps(result.summary(), indent=2) + "\n").encode())
             self._finished = True
