@@ -185,6 +185,18 @@ def test_the_median_of_an_even_number_of_rows_and_the_first_of_equals() -> None:
     assert [column.fill for column in fed.encoding.columns] == [3, "a"]
 
 
+@pytest.mark.parametrize("held_out", ["validation", "test"])
+def test_rows_held_out_do_not_decide_which_categories_have_an_input(held_out: str) -> None:
+    def names(site: str) -> list[str]:
+        sites, wards = ["n"] * 4 + ["s"] * 4 + [site], ["p", "q", "r", "r", "p", "q", "q", "p", "r"]
+        data = {"site": sites, "ward": wards, "y": [0, 1] * 4 + [1], "part": ["train"] * 8 + [held_out]}
+        fed = cf.FederatedData.from_dataframe(data, "site", "y", split="part", task="classification")
+        assert fed.encoding is not None
+        return fed.encoding.columns[0].names
+
+    assert names("n") == names("s") == ["ward=p", "ward=q", "ward=(other)"]  # in training, r occurs at n alone
+
+
 def test_a_category_of_one_client_and_one_that_training_did_not_see() -> None:
     wards = ["a", "a", "b", "b", "tent", "a", "b", "a"]  # only north has a tent
     fed = cf.FederatedData.from_dataframe(frame(ward=wards), "site", "y", split="part")

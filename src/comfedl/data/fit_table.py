@@ -191,11 +191,12 @@ def _fit_text(rows: TableRows, name: str, rule: Rule | None) -> Fitted:
         return _constant(name, "nothing", False)
     texts = texts if fill is None else np.where(missing, fill, texts)
     owners: dict[str, set[str]] = {}
-    for text, client in zip(texts.tolist(), rows.clients.tolist(), strict=True):
+    clients = rows.clients[train].tolist()
+    for text, client in zip(texts[train].tolist(), clients, strict=True):
         owners.setdefault(text, set()).add(client)
-    several, seen = len({*rows.clients.tolist()}) > 1, {*texts[train].tolist()}
-    own = {text for text in seen if several and len(owners[text]) == 1}
-    categories = sort_labels([*(seen - own)])
+    several = len({*clients}) > 1
+    own = {text for text, having in owners.items() if several and len(having) == 1}
+    categories = sort_labels([*(owners.keys() - own)])
     if len(categories) > MAX_CATEGORIES:
         raise DataError(
             f"Column {name!r} of {table.source} has {len(categories)} distinct strings; leave it out (drop), or "
