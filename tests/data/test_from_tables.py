@@ -263,6 +263,20 @@ def test_one_csv_file_per_client(tmp_path: Path) -> None:
         cf.FederatedData.from_folder(tmp_path, target="outcome")
 
 
+@pytest.mark.parametrize("options", [{}, {"missing": "drop"}, {"na_values": [1]}, {"na_values": ["1", "train"]}])
+@pytest.mark.parametrize("have_splits", [False, True])
+def test_files_are_called_as_a_missing_value_is_written(
+    tmp_path: Path, have_splits: bool, options: dict[str, Any]
+) -> None:
+    for name in ("1", "NA", "null"):
+        for split in ("train", "test") if have_splits else ("",):
+            file = tmp_path / name / f"{split}.csv" if split else tmp_path / f"{name}.csv"
+            file.parent.mkdir(exist_ok=True)
+            FRAME.drop(columns="hospital").to_csv(file, index=False)
+    fed = cf.FederatedData.from_folder(tmp_path, target="outcome", **options)
+    assert fed.names == ("1", "NA", "null") and sum(split_sizes(fed)) == 60 * (1 + have_splits)
+
+
 def test_arrays_with_given_splits(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
