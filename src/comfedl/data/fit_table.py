@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from comfedl.data.cell_format import EPOCH, CellFormat
 from comfedl.data.suspect_cells import note_marks, refuse_dates, refuse_mostly_numbers
-from comfedl.data.table import FLAG, NUMBER, TEXT, Table, to_string
+from comfedl.data.table import FLAG, FLAGS, NUMBER, TEXT, Table, to_string
 from comfedl.data.table_report import ColumnReport
 from comfedl.data.tabular import GAP, OTHER, ZEROS, Column, Encoding, sort_labels
 from comfedl.utils.errors import ConfigError, DataError, nearest
@@ -27,11 +28,16 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TableRows:
-    """A table whose rows belong to clients, and which of them are for training."""
+    """A table whose rows belong to clients and splits."""
 
     table: Table
     clients: NDArray[Any]
-    train: Flags
+    splits: NDArray[Any]
+
+    @cached_property
+    def train(self) -> Flags:
+        """Which rows are for training."""
+        return np.asarray(self.splits == "train", dtype=bool)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,30 @@ def _fit_column(rows: TableRows, name: str, scale: bool, rule: Rule | None) -> F
     kind, _, missing = rows.table.cells(name)
     if missing.any() and rule is None:
         raise rows.table.missing_error(name, missing)
+    if kind == TEXT:
+        _refuse_other_types(rows, name, missing)
     return _fit_text(rows, name, rule) if kind == TEXT else _fit_numbers(rows, name, kind, scale, rule)
+
+
+def _refuse_other_types(rows: TableRows, name: str, missing: Flags) -> None:
+    """Refuse texts outside of train alone: rows that are held out must not decide what type a column has."""
+    table, train = rows.table, rows.train & ~missing
+    kind = replace(table, columns={name: table.column(name)[train]}).cells(name).kind if train.any() else TEXT
+    if kind == TEXT:
+        return
+    refuse_mostly_numbers(table, name)
+    cells, number = table.column(name).tolist(), table.format.number
+    if table.untyped:
+        fits = [cell.casefold() in FLAGS if kind == FLAG else number(cell) is not None for cell in cells]
+    else:
+        fits = [isinstance(cell, bool if kind == FLAG else int | float) for cell in cells]
+    odd: Flags = ~missing & ~np.array(fits, dtype=np.bool_)
+    first, splits = str(cells[int(odd.argmax())]), " and ".join(sorted({*rows.splits[odd].tolist()}))
+    raise DataError(
+        f"Column {name!r} of {table.source} has {'true or false' if kind == FLAG else 'numbers'} in all train rows, "
+        f"but {first!r} in {table.rows_text(odd)} ({splits}); correct it, or if it means a missing value, set "
+        f'na_values = ["{first}"], with missing = "drop" or impute; else leave the column out (drop).'
+    )
 
 
 def _fit_numbers(rows: TableRows, name: str, kind: str, scale: bool, rule: Rule | None) -> Fitted:
