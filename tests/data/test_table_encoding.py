@@ -215,6 +215,24 @@ def test_a_label_without_a_train_row_has_an_output_and_is_named() -> None:
     assert not [note for note in encoding.report.notes if "'ill'" in note]
 
 
+@pytest.mark.parametrize(("rule", "value"), [("true", 1), ("False", 0), (True, 1), (False, 0), (0, 0), ("1", 1)])
+def test_flags_are_filled_in_with_true_or_false(rule: Any, value: float) -> None:
+    texts = {"ok": ["true", "false", "", "false"] * 2, "site": ["n", "s"] * 4, "y": ["ill", "ill", "well", "well"] * 2}
+    table = Table({name: np.array(cells) for name, cells in texts.items()}, "t.csv", untyped=True)
+    fed = cf.FederatedData.from_dataframe(table, "site", "y", impute={"ok": rule})
+    assert fed.encoding is not None and fed.encoding.columns[0].fill == value
+    with pytest.raises(cf.ConfigError, match=r"impute\.ok is 'maybe', but the column has true or false; give"):
+        cf.FederatedData.from_dataframe(table, "site", "y", impute={"ok": "maybe"})
+
+
+def test_a_category_called_as_the_input_for_others_keeps_its_name() -> None:
+    wards = ["(other)", "(other)", "b", "b", "tent", "(other)", "b", "(other)"]  # only north has a tent
+    encoding = cf.FederatedData.from_dataframe(frame(ward=wards), "site", "y", split="part").encoding
+    assert encoding is not None
+    assert encoding.columns[0].names == ["ward=(other)", "ward=b", "ward=((other))"]
+    assert encoding.x({"ward": ["(other)", "tent"]}).tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
 @pytest.mark.parametrize("held_out", ["validation", "test"])
 def test_rows_held_out_do_not_decide_which_categories_have_an_input(held_out: str) -> None:
     def names(site: str) -> list[str]:

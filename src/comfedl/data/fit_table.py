@@ -196,13 +196,16 @@ def _fill_number(table: Table, name: str, kind: str, rule: Rule, present: NDArra
             return float(np.median(present))
         numbers, counts = np.unique(present, return_counts=True)
         return float(numbers[counts.argmax()])
+    is_date = name in table.format.dates
     given: float | None = rule if not isinstance(rule, str) else None
     if isinstance(rule, str):
-        given = table.format.days(name, rule) if name in table.format.dates else table.format.number(rule)
+        given = table.format.days(name, rule) if is_date else table.format.number(rule)
+        if kind == FLAG:
+            given = FLAGS.get(rule.casefold(), given)
     if given is None or not np.isfinite(given):
+        what = "dates" if is_date else "true or false" if kind == FLAG else "numbers"
         raise ConfigError(
-            f"impute.{name} is {rule!r}, but the column has {'dates' if name in table.format.dates else 'numbers'}; "
-            'give "median", "most-frequent" or one of these.'
+            f'impute.{name} is {rule!r}, but the column has {what}; give "median", "most-frequent" or one of these.'
         )
     return float(given)
 

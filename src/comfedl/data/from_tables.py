@@ -187,7 +187,7 @@ def _note_dropped(table: Table, dropped: Mapping[str, int], gone: Set[str]) -> l
 
 def _note_untrained(encoding: Encoding, y: Tensor, splits: NDArray[Any]) -> list[str]:
     """Labels that only rows held out have."""
-    trained = {*y[torch.from_numpy(splits == "train")].unique().tolist()}
+    trained = {*y[torch.from_numpy(splits == "train")].tolist()}
     return [
         f"Column {encoding.target!r}: the label {label!r} occurs in no train row; the model has an output for it, but "
         "cannot learn it."
