@@ -7,6 +7,7 @@ import io
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 import comfedl as cf
 from comfedl.algorithms import ALGORITHMS
 from comfedl.analysis.compare import Comparison, run_comparison
+from comfedl.analysis.load_run import read_encoding
 from comfedl.cli import main, tables
 from comfedl.config.schema import Config, parse_config, run_config
 from comfedl.utils.toml import to_toml
@@ -171,6 +173,30 @@ def test_a_comparison_is_its_runs(three: tuple[Path, dict[str, Config], Comparis
         for i in range(3):
             assert json.loads((out / name / f"seed-{i}" / "summary.json").read_text())["rounds"] == 2
     assert len({row["train.loss.mean"] for row in comparison.rows["fedavg"]}) == 3
+
+
+def test_a_table_is_encoded_as_it_was_when_the_runs_began(tmp_path: Path) -> None:
+    """Versions before the input for others gave each category an input, in the order of the alphabet."""
+    lines = [
+        f"h{i % 4},{i % 7},{'aa' if i % 20 == 0 else 'ab'[i % 3 % 2]},{'no' if i % 5 else 'yes'}" for i in range(120)
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(["client,age,ward,y", *lines]) + "\n")
+    data = {"name": "csv", "path": str(tmp_path / "t.csv"), "client": "client", "target": "y"}
+    settings = {**BASE, "data": data, "algorithm": {"name": "fedavg", **TRAINING}}
+    longer, begun = parse_config(settings), parse_config(settings, ("rounds=1",))
+    now = longer.make_data().encoding
+    assert now is not None and "ward=(other)" in now.columns[1].names
+    ward = replace(now.columns[1], categories=("a", "aa", "b"), unseen="refuse")
+    before = replace(now, columns=(now.columns[0], ward), report=None)
+    out = tmp_path / "out"
+    run_config(begun, out / "fedavg" / "seed-0", fed=begun.make_data(encoding=before))
+    with pytest.raises(cf.RunFolderError, match=r"other data.*encoded in another way"):
+        run_config(longer, out / "fedavg" / "seed-0", resume=True, fed=longer.make_data())
+    configs = {"fedavg": longer, "term": longer.model_copy(update={"algorithm": config("term").algorithm})}
+    rows = run_comparison(configs, 1, "validation", out, resume=True, progress=False).rows
+    assert rows["fedavg"][0]["round"] == 2
+    for name in configs:  # the data are the same for all, also for a method that had not begun
+        assert read_encoding(out / name / "seed-0") == before
 
 
 def test_the_csv_holds_every_number(three: tuple[Path, dict[str, Config], Comparison]) -> None:

@@ -185,6 +185,66 @@ def test_the_median_of_an_even_number_of_rows_and_the_first_of_equals() -> None:
     assert [column.fill for column in fed.encoding.columns] == [3, "a"]
 
 
+@pytest.mark.parametrize("as_strings", [False, True])
+@pytest.mark.parametrize(
+    ("cells", "odd", "what"), [([1, 2], "high", "numbers"), ([True, False], "maybe", "true or false")]
+)
+def test_rows_held_out_do_not_decide_the_type_of_a_column(
+    cells: list[Any], odd: str, what: str, as_strings: bool
+) -> None:
+    grade = [*cells, None, *cells * 2, odd]
+    data = {name: np.array(values, dtype=object) for name, values in frame(grade=grade).items()}
+    data["part"] = np.array(["train"] * 7 + ["test"], dtype=object)
+    texts = {name: np.array(["" if v is None else str(v) for v in values]) for name, values in data.items()}
+    table = Table(texts, "t.csv", untyped=True) if as_strings else data
+    where = rf"'grade' of .* has {what} in all train rows, but '{odd}' in row 8 \(test\); correct it"
+    with pytest.raises(cf.DataError, match=where):
+        cf.FederatedData.from_dataframe(table, "site", "y", split="part", impute="most-frequent")
+    known = cf.FederatedData.from_dataframe(
+        table, "site", "y", split="part", impute="most-frequent", na_values=[odd]
+    ).encoding
+    assert known is not None and [c.kind for c in known.columns if c.name == "grade"] != ["text"]
+
+
+def test_a_label_without_a_train_row_has_an_output_and_is_named() -> None:
+    labels = ["ill", "well"] * 3 + ["ill", "dead"]
+    data = frame(age=[1, 2, 3, 4] * 2, y=labels, part=["train"] * 7 + ["test"])
+    encoding = cf.FederatedData.from_dataframe(data, "site", "y", split="part").encoding
+    assert encoding is not None and encoding.classes == ("dead", "ill", "well") and encoding.report is not None
+    assert [note for note in encoding.report.notes if "'dead' occurs in no train row" in note]
+    assert not [note for note in encoding.report.notes if "'ill'" in note]
+
+
+@pytest.mark.parametrize(("rule", "value"), [("true", 1), ("False", 0), (True, 1), (False, 0), (0, 0), ("1", 1)])
+def test_flags_are_filled_in_with_true_or_false(rule: Any, value: float) -> None:
+    texts = {"ok": ["true", "false", "", "false"] * 2, "site": ["n", "s"] * 4, "y": ["ill", "ill", "well", "well"] * 2}
+    table = Table({name: np.array(cells) for name, cells in texts.items()}, "t.csv", untyped=True)
+    fed = cf.FederatedData.from_dataframe(table, "site", "y", impute={"ok": rule})
+    assert fed.encoding is not None and fed.encoding.columns[0].fill == value
+    with pytest.raises(cf.ConfigError, match=r"impute\.ok is 'maybe', but the column has true or false; give"):
+        cf.FederatedData.from_dataframe(table, "site", "y", impute={"ok": "maybe"})
+
+
+def test_a_category_called_as_the_input_for_others_keeps_its_name() -> None:
+    wards = ["(other)", "(other)", "b", "b", "tent", "(other)", "b", "(other)"]  # only north has a tent
+    encoding = cf.FederatedData.from_dataframe(frame(ward=wards), "site", "y", split="part").encoding
+    assert encoding is not None
+    assert encoding.columns[0].names == ["ward=(other)", "ward=b", "ward=((other))"]
+    assert encoding.x({"ward": ["(other)", "tent"]}).tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("held_out", ["validation", "test"])
+def test_rows_held_out_do_not_decide_which_categories_have_an_input(held_out: str) -> None:
+    def names(site: str) -> list[str]:
+        sites, wards = ["n"] * 4 + ["s"] * 4 + [site], ["p", "q", "r", "r", "p", "q", "q", "p", "r"]
+        data = {"site": sites, "ward": wards, "y": [0, 1] * 4 + [1], "part": ["train"] * 8 + [held_out]}
+        fed = cf.FederatedData.from_dataframe(data, "site", "y", split="part", task="classification")
+        assert fed.encoding is not None
+        return fed.encoding.columns[0].names
+
+    assert names("n") == names("s") == ["ward=p", "ward=q", "ward=(other)"]  # in training, r occurs at n alone
+
+
 def test_a_category_of_one_client_and_one_that_training_did_not_see() -> None:
     wards = ["a", "a", "b", "b", "tent", "a", "b", "a"]  # only north has a tent
     fed = cf.FederatedData.from_dataframe(frame(ward=wards), "site", "y", split="part")

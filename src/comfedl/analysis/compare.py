@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from comfedl.analysis.client_tables import about_worst_of, client_table, unjudged_in
+from comfedl.analysis.load_run import read_encoding
 from comfedl.analysis.read_runs import read_run
 from comfedl.analysis.stats import difference, standard_error
 from comfedl.config.schema import Config, run_config
@@ -113,8 +114,8 @@ def run_comparison(
 ) -> Comparison:
     """Run every config with ``seeds`` seeds, counting up from its own, and write the runs and comparison.csv.
 
-    With ``resume``, finished runs in ``out`` are kept and others continue. ``make_callbacks(config, label, folder)``
-    gives a run's callbacks; the default is a progress bar.
+    With ``resume``, finished runs in ``out`` are kept and others continue, with a table encoded as it was for them.
+    ``make_callbacks(config, label, folder)`` gives a run's callbacks; the default is a progress bar.
     """
     checks.at_least("seeds", seeds, 1)
     _check_comparable(configs)
@@ -127,7 +128,9 @@ def run_comparison(
         fed = None
         for name, config in configs.items():
             seeded = config.model_copy(update={"seed": config.seed + i})
-            fed = seeded.make_data(progress) if fed is None else fed
+            if fed is None:
+                begun = (read_encoding(folders[each, i]) for each in configs if resume)
+                fed = seeded.make_data(progress, next((found for found in begun if found is not None), None))
             if split not in ("train", "validation", "test") or fed.split(split) is None:
                 raise ConfigError(
                     f"split is {split!r}, but it must be train, or validation or test if the data have it."

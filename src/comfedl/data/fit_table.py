@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from comfedl.data.cell_format import EPOCH, CellFormat
 from comfedl.data.suspect_cells import note_marks, refuse_dates, refuse_mostly_numbers
-from comfedl.data.table import FLAG, NUMBER, TEXT, Table, to_string
+from comfedl.data.table import FLAG, FLAGS, NUMBER, TEXT, Table, to_string
 from comfedl.data.table_report import ColumnReport
 from comfedl.data.tabular import GAP, OTHER, ZEROS, Column, Encoding, sort_labels
 from comfedl.utils.errors import ConfigError, DataError, nearest
@@ -27,11 +28,16 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TableRows:
-    """A table whose rows belong to clients, and which of them are for training."""
+    """A table whose rows belong to clients and splits."""
 
     table: Table
     clients: NDArray[Any]
-    train: Flags
+    splits: NDArray[Any]
+
+    @cached_property
+    def train(self) -> Flags:
+        """Which rows are for training."""
+        return np.asarray(self.splits == "train", dtype=bool)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,30 @@ def _fit_column(rows: TableRows, name: str, scale: bool, rule: Rule | None) -> F
     kind, _, missing = rows.table.cells(name)
     if missing.any() and rule is None:
         raise rows.table.missing_error(name, missing)
+    if kind == TEXT:
+        _refuse_other_types(rows, name, missing)
     return _fit_text(rows, name, rule) if kind == TEXT else _fit_numbers(rows, name, kind, scale, rule)
+
+
+def _refuse_other_types(rows: TableRows, name: str, missing: Flags) -> None:
+    """Refuse texts outside of train alone: rows that are held out must not decide what type a column has."""
+    table, train = rows.table, rows.train & ~missing
+    kind = replace(table, columns={name: table.column(name)[train]}).cells(name).kind if train.any() else TEXT
+    if kind == TEXT:
+        return
+    refuse_mostly_numbers(table, name)
+    cells, number = table.column(name).tolist(), table.format.number
+    if table.untyped:
+        fits = [cell.casefold() in FLAGS if kind == FLAG else number(cell) is not None for cell in cells]
+    else:
+        fits = [isinstance(cell, bool if kind == FLAG else int | float) for cell in cells]
+    odd: Flags = ~missing & ~np.array(fits, dtype=np.bool_)
+    first, splits = str(cells[int(odd.argmax())]), " and ".join(sorted({*rows.splits[odd].tolist()}))
+    raise DataError(
+        f"Column {name!r} of {table.source} has {'true or false' if kind == FLAG else 'numbers'} in all train rows, "
+        f"but {first!r} in {table.rows_text(odd)} ({splits}); correct it, or if it means a missing value, set "
+        f'na_values = ["{first}"], with missing = "drop" or impute; else leave the column out (drop).'
+    )
 
 
 def _fit_numbers(rows: TableRows, name: str, kind: str, scale: bool, rule: Rule | None) -> Fitted:
@@ -167,13 +196,16 @@ def _fill_number(table: Table, name: str, kind: str, rule: Rule, present: NDArra
             return float(np.median(present))
         numbers, counts = np.unique(present, return_counts=True)
         return float(numbers[counts.argmax()])
+    is_date = name in table.format.dates
     given: float | None = rule if not isinstance(rule, str) else None
     if isinstance(rule, str):
-        given = table.format.days(name, rule) if name in table.format.dates else table.format.number(rule)
+        given = table.format.days(name, rule) if is_date else table.format.number(rule)
+        if kind == FLAG:
+            given = FLAGS.get(rule.casefold(), given)
     if given is None or not np.isfinite(given):
+        what = "dates" if is_date else "true or false" if kind == FLAG else "numbers"
         raise ConfigError(
-            f"impute.{name} is {rule!r}, but the column has {'dates' if name in table.format.dates else 'numbers'}; "
-            'give "median", "most-frequent" or one of these.'
+            f'impute.{name} is {rule!r}, but the column has {what}; give "median", "most-frequent" or one of these.'
         )
     return float(given)
 
@@ -191,11 +223,12 @@ def _fit_text(rows: TableRows, name: str, rule: Rule | None) -> Fitted:
         return _constant(name, "nothing", False)
     texts = texts if fill is None else np.where(missing, fill, texts)
     owners: dict[str, set[str]] = {}
-    for text, client in zip(texts.tolist(), rows.clients.tolist(), strict=True):
+    clients = rows.clients[train].tolist()
+    for text, client in zip(texts[train].tolist(), clients, strict=True):
         owners.setdefault(text, set()).add(client)
-    several, seen = len({*rows.clients.tolist()}) > 1, {*texts[train].tolist()}
-    own = {text for text in seen if several and len(owners[text]) == 1}
-    categories = sort_labels([*(seen - own)])
+    several = len({*clients}) > 1
+    own = {text for text, having in owners.items() if several and len(having) == 1}
+    categories = sort_labels([*(owners.keys() - own)])
     if len(categories) > MAX_CATEGORIES:
         raise DataError(
             f"Column {name!r} of {table.source} has {len(categories)} distinct strings; leave it out (drop), or "

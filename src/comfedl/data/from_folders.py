@@ -130,7 +130,8 @@ def _from_tables(
     if split is not None:
         columns[split] = np.repeat(np.array([part for _, part, _ in files], dtype=object), sizes)
     notes = tuple(note for table in tables for note in table.notes)
-    table = replace(tables[0], columns=columns, source=str(folder), notes=notes)
+    added = frozenset({CLIENT, SPLIT})
+    table = replace(tables[0], columns=columns, source=str(folder), notes=notes, added=added)
     fed = from_table(table, CLIENT, target, shares, split=split, **options)
     assert fed.encoding is not None
     fed.encoding = replace(fed.encoding, client=None)

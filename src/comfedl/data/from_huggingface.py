@@ -55,6 +55,7 @@ def from_huggingface(
                 **({} if splits is None else {SPLIT: _object_array(splits)}),
             },
             "the dataset",
+            added=frozenset({SPLIT} if parts[0].client is None else {CLIENT, SPLIT}),
         )
         fed = from_table(table, CLIENT, y, shares, split=None if splits is None else SPLIT, **options)
         assert fed.encoding is not None

@@ -96,7 +96,7 @@ def from_table(
     splits = _split_of_rows(used, names, target, shares, split, task)
     if saved is not None:
         return from_batches(by_split(*_encoded(saved, used), names, splits), saved)
-    encoding, fitted = fit_encoding(TableRows(used, names, splits == "train"), inputs, options, rules)
+    encoding, fitted = fit_encoding(TableRows(used, names, splits), inputs, options, rules)
     fates = {name: found.fate for name, found in fitted.items()}
     fates |= dict.fromkeys(drop, "left out: dropped by the config")
     fates |= {target: "y", client: "the client"} | ({} if split is None else {split: "the split"})
@@ -106,9 +106,10 @@ def from_table(
         *note_marks(used, client, "a client's name"),
         *(note for found in fitted.values() for note in found.notes),
     ]
+    x, y = _encoded(encoding, used)
+    notes += _note_untrained(encoding, y, splits)
     columns = tuple(describe_column(table, name, fates[name]) for name in table.columns)
     report = TableReport(table.source, len(table), columns, dropped, tuple(notes))
-    x, y = _encoded(encoding, used)
     if torchrun.rank() == 0:
         for note in notes:
             logger.warning("%s", note)
@@ -182,6 +183,17 @@ def _note_dropped(table: Table, dropped: Mapping[str, int], gone: Set[str]) -> l
         )
         notes.append(f"{table.source}: no row remains of {len(gone)} client{'s' if len(gone) > 1 else ''} ({named}).")
     return notes
+
+
+def _note_untrained(encoding: Encoding, y: Tensor, splits: NDArray[Any]) -> list[str]:
+    """Labels that only rows held out have."""
+    trained = {*y[torch.from_numpy(splits == "train")].tolist()}
+    return [
+        f"Column {encoding.target!r}: the label {label!r} occurs in no train row; the model has an output for it, but "
+        "cannot learn it."
+        for i, label in enumerate(encoding.classes)
+        if i not in trained
+    ]
 
 
 def rows_by_name(names: NDArray[Any]) -> dict[str, Rows]:

@@ -30,8 +30,9 @@ class Cells(NamedTuple):
 class Table:
     """Columns by name. In an ``untyped`` table, such as a CSV file, all cells are strings and types are inferred.
 
-    ``format`` says how cells are written, ``places`` from which row each row was taken, for messages, and ``notes``
-    what a user should know about how the file was read.
+    ``format`` says how cells are written, ``places`` from which row each row was taken, for messages, ``notes`` what a
+    user should know about how the file was read, and ``added`` which columns no file has, and so no marks of missing
+    values, such as the names of the files.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -40,6 +41,7 @@ class Table:
     format: CellFormat = PLAIN
     places: Rows | None = None
     notes: tuple[str, ...] = ()
+    added: frozenset[str] = frozenset()
     _read: dict[str, Cells] = field(default_factory=dict, init=False, compare=False, repr=False)
     _gaps: dict[str, NDArray[np.bool_]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -102,6 +104,8 @@ class Table:
 
     def _find_missing(self, name: str) -> NDArray[np.bool_]:
         values = self.column(name)
+        if name in self.added:
+            return np.zeros(len(values), dtype=bool)
         marks, numbers = self.format.marks(name), self.format.missing_numbers(name)
         if self.untyped:
             marks |= MISSING

@@ -49,7 +49,10 @@ class Column:
         """The names of the encoded columns."""
         if self.kind == GAP:
             return [f"{self.name} is missing"]
-        one_hot = [*self.categories, *(["(other)"] if self.unseen == OTHER else [])]
+        other = "(other)"
+        while other in self.categories:  # a category of this name keeps it
+            other = f"({other})"
+        one_hot = [*self.categories, *([other] if self.unseen == OTHER else [])]
         names = [f"{self.name}={category}" for category in one_hot] if self.kind == TEXT else [self.name]
         return [*names, *([f"{self.name} is missing"] if self.indicator else [])]
 

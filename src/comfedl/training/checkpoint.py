@@ -125,10 +125,11 @@ def write(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> LoadedCheckpoint | None:
+def read(folder: Path, fingerprint: str, like: Tree, device: torch.device, cause: str = "") -> LoadedCheckpoint | None:
     """The newest undamaged checkpoint; None if there is no checkpoint.
 
     The server's tensors are moved to the devices of their counterparts in ``like``, the clients' to ``device``.
+    ``cause`` says why the data may be others than those of the run, for the message that refuses them.
 
     Raises:
         RunFolderError: if it is of another run or version, or if all checkpoints are damaged.
@@ -146,7 +147,7 @@ def read(folder: Path, fingerprint: str, like: Tree, device: torch.device) -> Lo
             with (path / "tensors.safetensors").open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != meta["sha256"]:
                     raise ValueError("its checksum does not match")
-            return _loaded(path, meta, fingerprint, like, device)
+            return _loaded(path, meta, fingerprint, like, device, cause)
         except RunFolderError:
             raise
         except Exception as error:  # a damaged file may raise anything
@@ -168,12 +169,13 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _loaded(
-    path: Path, meta: Mapping[str, Any], fingerprint: str, like: Tree, device: torch.device
+    path: Path, meta: Mapping[str, Any], fingerprint: str, like: Tree, device: torch.device, cause: str
 ) -> LoadedCheckpoint:
     """The checkpoint whose files are undamaged."""
     if meta["fingerprint"] != fingerprint:
         raise RunFolderError(
             f"{path} belongs to a run with other data or another initial model; use those, or start over with --force."
+            f"{cause}"
         )
     tensors: dict[str, Tensor] = load_file(path / "tensors.safetensors")
     check_dtypes(tensors)

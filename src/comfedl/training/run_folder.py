@@ -200,7 +200,8 @@ class RunFolder(Callback):
                     f"{self.path} holds a run with another config ({_difference(written, self._settings)}); resume it "
                     "with its own config, or start over with --force."
                 )
-            saved = checkpoint.read(self.path / "checkpoint", self._fingerprint, like, device)
+            cause = self._encoding_differs()
+            saved = checkpoint.read(self.path / "checkpoint", self._fingerprint, like, device, cause)
             if saved is not None and saved.snapshot.round > self._options.rounds:
                 raise RunFolderError(
                     f"{self.path} already has {saved.snapshot.round} rounds, but rounds is {self._options.rounds}; "
@@ -223,6 +224,16 @@ class RunFolder(Callback):
             self._saved_round = saved.snapshot.round
         return (None if saved is None else saved.snapshot), rows, client_rows
 
+    def _encoding_differs(self) -> str:
+        """A sentence if the table is encoded in another way than the run's was; else nothing."""
+        file = self.path / "data.json"
+        if self._encoding is None or not file.exists() or read_text(file) == _described(self._encoding):
+            return ""
+        return (
+            f" Its table was encoded in another way ({file}): its rows or options were others, or another version of "
+            "comfedl began the run, which can also finish it."
+        )
+
     # Writing.
 
     def started(self) -> None:
@@ -238,8 +249,7 @@ class RunFolder(Callback):
             # The config first: a folder without one holds no file of a run.
             write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
             if self._encoding is not None:
-                described = {"version": 1, **self._encoding.to_dict()}
-                write_atomic(self.path / "data.json", (json.dumps(described, indent=1) + "\n").encode())
+                write_atomic(self.path / "data.json", _described(self._encoding).encode())
             self._write_table()
             torchrun.record_launch(self.path)
             for name in RECORDS:
@@ -471,6 +481,11 @@ def finished_row(path: Path, settings: Mapping[str, Any]) -> Row | None:
     if not rows:
         raise RunFolderError(f"{path / 'rounds.jsonl'} has no rows, but the run has finished; give another --out.")
     return next((row for row in rows if row["round"] == chosen), rows[-1])
+
+
+def _described(encoding: Encoding) -> str:
+    """The text of data.json."""
+    return json.dumps({"version": 1, **encoding.to_dict()}, indent=1) + "\n"
 
 
 def _difference(written: str, settings: Mapping[str, Any]) -> str:
