@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,9 @@ def killed_during(what: str, fed: cf.FederatedData, out: Path, monkeypatch: pyte
 
         with pytest.raises(KeyboardInterrupt):
             run(fed, out, lr=0.3, force=True, callbacks=[At(2, interrupt)], **options)
+    with warnings.catch_warnings():  # a kill closes a process's files; here they go with the run's objects
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @needs_locks
