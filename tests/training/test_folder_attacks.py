@@ -100,6 +100,7 @@ def test_row_7_a_run_whose_folder_was_replaced_writes_nothing_more(
 
 def killed_during(what: str, fed: cf.FederatedData, out: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Run with --force and leave everything as a SIGKILL would: no clean-up happens."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with monkeypatch.context() as patched:
         patched.setattr(run_folder.RunFolder, "failed", lambda self, error: release_lock(self.path, self._lock))
         if what.startswith("move"):
@@ -120,8 +121,11 @@ def killed_during(what: str, fed: cf.FederatedData, out: Path, monkeypatch: pyte
 
         with pytest.raises(KeyboardInterrupt):
             run(fed, out, lr=0.3, force=True, callbacks=[At(2, interrupt)], **options)
-    with warnings.catch_warnings():  # a kill closes a process's files; here they go with the run's objects
+    # With a process go its handlers and open files; here the run's objects hold both.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         gc.collect()
 
 
