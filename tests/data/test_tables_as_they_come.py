@@ -404,3 +404,14 @@ def test_the_real_adult_files(comfedl: Command) -> None:
     right = np.mean([row["prediction"] == row["income"].rstrip(".") for row in rows])
     assert len(rows) == 16281 and right > 0.8
     assert comfedl("evaluate", "run", "--data", str(folder / "adult.test"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "values", [[1.5, 2.0, 3.0], [7, 8, 9], [True, False, True]], ids=["floats", "integers", "flags"]
+)
+def test_dates_in_a_typed_column_of_something_else_are_refused(values: list[Any]) -> None:
+    """As in Parquet and Arrow files: reading the dates asked for the missing cells, and these for the dates."""
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"when": values * 8, "ward": ["a", "b", "c"] * 8, "y": ["no", "yes"] * 12})
+    with pytest.raises(cf.DataError, match=r"'when' of the table has .*read as dates"):
+        cf.FederatedData.from_dataframe(table, client="ward", target="y", dates={"when": "%d.%m.%Y"})

@@ -83,11 +83,10 @@ class Table:
             return _infer_type(values, self.missing(name), self.format, name)
         kind = values.dtype.kind
         if kind in "iuf":
-            numbers = values.astype(np.float64)
-            missing = np.isnan(numbers) | np.isin(numbers, [*self.format.missing_numbers(name)])
-            return Cells(NUMBER, np.where(missing, 0.0, numbers), missing)
+            missing = self.missing(name)
+            return Cells(NUMBER, np.where(missing, 0.0, values.astype(np.float64)), missing)
         if kind == "b":
-            return Cells(FLAG, values, np.zeros(len(values), dtype=bool))
+            return Cells(FLAG, values, self.missing(name))
         if kind in "OUS":
             return _from_objects(where, values, self.missing(name))
         advice = f'as days since 1970 with dates = ["{name}"]' if kind == "M" else "as numbers"
@@ -121,8 +120,10 @@ class Table:
             ]
         elif values.dtype.kind == "M":
             found = np.isnat(values).tolist()
+        elif values.dtype.kind in "iuf":
+            found = (np.isnan(values.astype(np.float64)) | np.isin(values, [*numbers])).tolist()
         else:
-            return self.cells(name).missing
+            found = [False] * len(values)
         return np.array(found, dtype=bool)
 
     def numbers(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
