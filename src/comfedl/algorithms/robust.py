@@ -74,13 +74,13 @@ class Robust(Compositional):
     ) -> tuple[Tensor, Callable[[Params], float] | None]:
         assert updates is not None and isinstance(self.g, Coupled)
         g, momentum = self.g, self.server_optimizer.momentum if isinstance(self.server_optimizer, SGD) else 0.0
-        ahead = losses + momentum * updates.change  # the losses after the momentum's part of the step
+        coming = (losses + momentum * updates.change).numpy()  # the losses after the momentum's part of the step
+        gram = None if updates.gram is None else updates.gram.numpy()
         # Updates so long that their squares overflow predict nothing.
-        if not ahead.isfinite().all() or not (updates.gram is None or updates.gram.sum().isfinite()):
+        if not math.isfinite(float(coming.sum()) + (0.0 if gram is None else float(gram.sum()))):
             return g.weights(losses), None
-        coming = ahead.numpy()
-        if updates.gram is not None:
-            return torch.from_numpy(proximal_weights(g, coming, updates.gram.numpy())), None
+        if gram is not None:
+            return torch.from_numpy(proximal_weights(g, coming, gram)), None
         # With many clients their inner products are too many; keep the direction and choose the length.
         weights = g.weights(torch.from_numpy(coming))
 
