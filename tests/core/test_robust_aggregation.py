@@ -30,7 +30,7 @@ def uniform(n: int) -> torch.Tensor:
 @given(points)
 def test_the_median_of_equal_weights_is_numpys(values: np.ndarray) -> None:
     found = median(torch.from_numpy(values), uniform(len(values)))
-    np.testing.assert_allclose(found, np.median(values, axis=0))
+    np.testing.assert_allclose(found, np.median(values, axis=0), atol=1e-300)  # half of the least number is 0
 
 
 @quick
