@@ -49,7 +49,7 @@ batch_size = 10
 outer = { name = "kl", gamma = 0.2 }
 """
 OWN = {"config.toml", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", "personal", "checkpoint"}
-OWN |= {".lock", "clients_table.jsonl"}
+OWN |= {".lock", "clients_table.jsonl", "data.sha256"}
 
 
 @dataclass

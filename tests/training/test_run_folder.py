@@ -25,6 +25,7 @@ OWN = {
     "rounds.jsonl",
     "clients.jsonl",
     "clients_table.jsonl",
+    "data.sha256",
     "summary.json",
     "model.safetensors",
     "personal",

@@ -125,18 +125,19 @@ def run_comparison(
     rows: dict[str, list[Row]] = {name: [] for name in configs}
     tables: dict[str, list[ClientTable]] = {name: [] for name in configs}
     for i in range(seeds):
-        fed = None
+        fed, digest = None, ""
         for name, config in configs.items():
             seeded = config.model_copy(update={"seed": config.seed + i})
             if fed is None:
                 begun = (read_encoding(folders[each, i]) for each in configs if resume)
                 fed = seeded.make_data(progress, next((found for found in begun if found is not None), None))
+                digest = fed.digest() if resume else ""
             if split not in ("train", "validation", "test") or fed.split(split) is None:
                 raise ConfigError(
                     f"split is {split!r}, but it must be train, or validation or test if the data have it."
                 )
             few = len(fed) <= MOST_IN_TABLE
-            done = finished_row(folders[name, i], seeded.resolved()) if resume else None
+            done = finished_row(folders[name, i], seeded.resolved(), digest) if resume else None
             folder, label = folders[name, i], f"{name}, seed {seeded.seed}"
             if done is not None:
                 rows[name].append(done)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from comfedl.analysis.load_run import SavedRun
+from comfedl.analysis.own_data import note_known, own_data
 from comfedl.analysis.saved_model import float_dtype, load_learner, model_errors, read_labelled
 from comfedl.core.client_statistics import Row, summarise_columns
 from comfedl.core.intervals import score_intervals
@@ -44,6 +45,9 @@ def evaluate(run: SavedRun, split: str | None = None, data: Path | None = None) 
 
     The data are a split of the run's own, rebuilt from its config (default: test, else validation, else train), or a
     file of labelled samples, in which a column may name the client.
+
+    Raises:
+        RunFolderError: if the run's own data have changed since it began.
     """
     names: Sequence[str] = ()
     learner, to_state = load_learner(run)
@@ -78,7 +82,7 @@ def evaluate(run: SavedRun, split: str | None = None, data: Path | None = None) 
 
 
 def _from_config(run: SavedRun, split: str | None) -> tuple[str, dict[str, Batch], Sequence[str]]:
-    fed = run.settings.make_data(encoding=run.encoding).to(float_dtype(run), torch.device("cpu"))
+    fed = own_data(run).to(float_dtype(run), torch.device("cpu"))
     available = [name for name in ("test", "validation", "train") if fed.split(name) is not None]
     split = split or available[0]
     checks.one_of("split", split, available)
@@ -90,6 +94,7 @@ def _from_config(run: SavedRun, split: str | None) -> tuple[str, dict[str, Batch
 def _from_file(run: SavedRun, data: Path) -> dict[str, Batch]:
     """The labelled samples by client; one client named like the file if no column names them."""
     x, y, table = read_labelled(run, data)
+    note_known(run, data, x, y)
     column = None if run.encoding is None else run.encoding.client
     if table is None or column is None or column not in table.columns:
         return {data.stem: (x, y)}

@@ -9,6 +9,7 @@ import torch
 
 from comfedl.algorithms.base import descend
 from comfedl.analysis.load_run import SavedRun
+from comfedl.analysis.own_data import note_known
 from comfedl.analysis.saved_model import load_learner, model_errors, read_labelled
 from comfedl.core.learner import Model
 from comfedl.core.objectives import LocalLoss
@@ -56,6 +57,7 @@ def personalize(
     checks.at_least("steps", steps, 1)
     learner, to_state = load_learner(run)
     x, y, _ = read_labelled(run, data)
+    note_known(run, data, x, y)
     labels = torch.zeros(len(y), dtype=torch.int64) if y.is_floating_point() or y.ndim > 1 else y
     parts = Shares(held_out, 0.0, seed).split_rows(data.stem, labels.numpy())
     if not len(parts["validation"]):

@@ -52,7 +52,7 @@ def predict(
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} are both given; give one of them.")
-    learner, to_state = load_learner(run)
+    learner, to_state = load_learner(run, scores=False)
     samples = _read(run, data)
     kept = _kept(run, samples, data, keep)
     if client_column is None:

@@ -18,23 +18,29 @@ from comfedl.data.table_files import read_table
 from comfedl.data.tabular import Encoding
 from comfedl.models.losses import Loss, is_balanced
 from comfedl.training.arguments import make_learner
+from comfedl.training.run_folder import read_digest
 from comfedl.utils import tree
 from comfedl.utils.errors import ComfedlError, ConfigError, DataError
 
 logger = logging.getLogger("comfedl")
 
 
-def load_learner(run: SavedRun) -> tuple[Learner, Callable[[Params], Model]]:
-    """The functions of a run's model, and a function that turns saved tensors into its state."""
+def load_learner(run: SavedRun, scores: bool = True) -> tuple[Learner, Callable[[Params], Model]]:
+    """The functions of a run's model, and a function that turns saved tensors into its state.
+
+    Without ``scores`` the loss is not used, so what it takes from the data of training is not needed.
+    """
     config = run.settings
     loss, algorithm = config.make_loss(), config.make_algorithm()
     learner, initial, _ = make_learner(run.module, loss, algorithm, config.make_metrics(), config.task)
-    if isinstance(loss, Loss):
-        labels, outputs = (
-            config.make_data(encoding=run.encoding).train.y if is_balanced(loss) else torch.zeros(0),
-            run.outputs,
-        )
-        learner.loss_function = loss.resolved(labels, outputs)
+    if isinstance(loss, Loss) and scores:
+        labels = torch.zeros(0)
+        if is_balanced(loss):
+            fed = config.make_data(encoding=run.encoding)
+            labels = fed.train.y
+            if read_digest(run.path) not in (None, fed.digest()):
+                logger.warning("The balanced weights of the loss are those of the run's data as they are now.")
+        learner.loss_function = loss.resolved(labels, run.outputs)
     if learner.module is None:
         raise ConfigError(f"{run.path} trained a Composition, which has no outputs and no metrics.")
 

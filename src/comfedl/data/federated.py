@@ -13,6 +13,7 @@ from comfedl.data.client_names import checked_names
 from comfedl.data.split import Batch, Split
 from comfedl.utils import samples
 from comfedl.utils.errors import DataError
+from comfedl.utils.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from comfedl.data.tabular import Encoding
@@ -295,6 +296,10 @@ class FederatedData:
                     if part.data_ptr() not in seen:
                         seen.add(part.data_ptr())
                         yield part
+
+    def digest(self) -> str:
+        """The SHA-256 digest of all samples, by split and client."""
+        return fingerprint(*self.contents())
 
     def __len__(self) -> int:
         return len(self.names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,6 +144,7 @@ def fit(
     )
     check_kinds(algorithm, fed)
     options.check_clients(len(fed))
+    given = fed
     if algorithm.weighs_on_outer and fed.outer is None:
         fed = set_aside(fed, options.outer_share, options.seed)
     learner, initial, frozen = make_learner(model, loss, algorithm, metrics)
@@ -173,7 +174,8 @@ def fit(
     module = model if isinstance(model, nn.Module) else None
     scorer = ClientScorer(learner, held, options.seed)
     return fit_on(
-        clients, algorithm, initial, frozen, data.contents(), settings, options, fed.encoding, module, started, scorer
+        *(clients, algorithm, initial, frozen, data.contents(), settings, options, fed.encoding),
+        *(module, started, scorer, given.digest),
     )
 
 
@@ -189,6 +191,7 @@ def fit_on(
     module: nn.Module | None = None,
     started: float | None = None,
     scorer: ClientScorer | None = None,
+    digest: Callable[[], str] | None = None,
 ) -> Result:
     """Train on an engine that already holds its clients, wherever their data are.
 
@@ -199,6 +202,7 @@ def fit_on(
         encoding: how a table's rows were turned into numbers, for the run folder.
         started: when the run started, by ``time.perf_counter``.
         scorer: the clients' data, if they are in this process.
+        digest: gives the digest of the data as they were given, by which ``evaluate`` knows them again.
     """
     started = time.perf_counter() if started is None else started
     if options.faults and not isinstance(clients, Faulty):
@@ -222,7 +226,8 @@ def fit_on(
         folder = None
         if options.out is not None and clients.is_leader:
             known = fingerprint(*contents, *frozen.values(), *tree.leaves(initial))
-            folder = RunFolder(Path(options.out), settings, options, known, encoding, frozen)
+            of_data = None if digest is None else digest()
+            folder = RunFolder(Path(options.out), settings, options, known, encoding, frozen, of_data)
             folder.can_save, folder.samples, folder.names = clients.can_save, samples, clients.names
             folder.counts_samples = counts_samples
             if options.save_personal and count > personal_models.MOST_FILES:

@@ -1,7 +1,7 @@
 """A run folder: config.toml, rounds.jsonl, clients.jsonl, summary.json, model.safetensors, personal/, checkpoint/.
 
 For tables and named labels, data.json records how rows were turned into numbers. clients_table.jsonl has each client's
-numbers of samples and, at the end, the 95 % intervals of its scores.
+numbers of samples and, at the end, the 95 % intervals of its scores. data.sha256 is the digest of the data.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ from comfedl.utils.toml import flat, to_toml
 from comfedl.utils.tree import Tree
 
 TABLE = "clients_table.jsonl"
+DIGEST = "data.sha256"
 LAST_MODEL = "last.safetensors"  # the model after the last round, if early stopping chose another
 # The files of a run. A folder with any of them is not free, since they would be replaced.
 FILES = (
     *("config.toml", "data.json", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", LAST_MODEL),
-    *("personal", "checkpoint", TABLE),
+    *("personal", "checkpoint", TABLE, DIGEST),
     *("tensorboard", "mlflow.json"),  # of trackers
     *("sites.json", "sites.jsonl"),  # of runs over sites
     torchrun.LAUNCH_FILE,
@@ -155,6 +156,7 @@ class RunFolder(Callback):
         fingerprint: str = "",
         encoding: Encoding | None = None,
         frozen: Params | None = None,
+        digest: str | None = None,
     ) -> None:
         if options.force and options.resume:
             raise ConfigError("force and resume are both given; force replaces the run, resume continues it: give one.")
@@ -162,7 +164,7 @@ class RunFolder(Callback):
         self.path, self._settings, self._fingerprint = path, settings, fingerprint
         self._every, self._resumed = options.checkpoint_every, options.resume and (path / "config.toml").exists()
         self._personal, self.personal_bytes = options.save_personal, 0  # expected size of the personal models
-        self._encoding, self._options = encoding, options
+        self._encoding, self._options, self._digest = encoding, options, digest
         self._frozen: Params = (frozen or {}) if options.save_frozen else {}
         self._left_out = frozenset() if options.save_frozen else frozenset(frozen or {})  # of every model
         self._streams: dict[str, IO[str]] = {}
@@ -250,6 +252,8 @@ class RunFolder(Callback):
             write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
             if self._encoding is not None:
                 write_atomic(self.path / "data.json", _described(self._encoding).encode())
+            if self._digest is not None:
+                write_atomic(self.path / DIGEST, f"{self._digest}\n".encode())
             self._write_table()
             torchrun.record_launch(self.path)
             for name in RECORDS:
@@ -473,10 +477,24 @@ def _truncate(path: Path, size: int, checksum: str) -> hashlib._Hash:
     return digest
 
 
-def finished_row(path: Path, settings: Mapping[str, Any]) -> Row | None:
-    """The row of the model of a finished run with exactly these settings; None if there is no such run."""
+def read_digest(path: Path) -> str | None:
+    """The digest of a run's data; None if an earlier version, which kept none, began the run."""
+    return read_text(path / DIGEST, 1000).strip() if (path / DIGEST).exists() else None
+
+
+def finished_row(path: Path, settings: Mapping[str, Any], digest: str) -> Row | None:
+    """The row of the model of a finished run with exactly these settings; None if there is no such run.
+
+    Raises:
+        RunFolderError: if its data had another digest.
+    """
     if not (path / "summary.json").exists() or read_text(path / "config.toml") != to_toml(settings):
         return None
+    if read_digest(path) not in (None, digest):
+        raise RunFolderError(
+            f"{path} holds a finished run whose data were others, although its config is the same; restore the data, "
+            "start over with --force, or give another --out."
+        )
     rows, chosen = list(read_rows(path / "rounds.jsonl")), read_object(path / "summary.json").get("round")
     if not rows:
         raise RunFolderError(f"{path / 'rounds.jsonl'} has no rows, but the run has finished; give another --out.")

@@ -1,0 +1,103 @@
+"""The data that a run was trained on, loaded again from its config; and which samples of a file are among them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from comfedl.analysis.load_run import SavedRun
+from comfedl.config.data_schema import READERS
+from comfedl.data.federated import FederatedData
+from comfedl.training.client_table import SAMPLES, SPLITS
+from comfedl.training.run_folder import TABLE, read_digest
+from comfedl.utils.errors import ComfedlError, RunFolderError
+from comfedl.utils.read_back import read_rows
+
+logger = logging.getLogger("comfedl")
+
+
+def own_data(run: SavedRun) -> FederatedData:
+    """The run's data with their splits; an error if they have changed, since the splits are then others.
+
+    Of runs of earlier versions, which kept no digest, nobody can tell: that is a warning.
+    """
+    fed, kept = run.settings.make_data(encoding=run.encoding), read_digest(run.path)
+    if kept is None:
+        logger.warning(
+            "The run in %s was begun by a version of comfedl that kept no digest of its data, so it cannot be told "
+            "whether they have changed; if so, rows that it was trained on are scored as held out.",
+            run.path,
+        )
+    elif kept != fed.digest():
+        raise RunFolderError(
+            f"The data of the run in {run.path} have changed since it began{_difference(run, fed)}: drawn again, its "
+            "splits would count rows that it was trained on as held out; restore the data, or score rows that it has "
+            "not seen with --data FILE."
+        )
+    return fed
+
+
+def _difference(run: SavedRun, fed: FederatedData) -> str:
+    """The first client with another number of samples, in brackets."""
+    if not (run.path / TABLE).is_file():
+        return ""
+    now: dict[str, dict[str, int]] = {name: {} for name in fed.names}
+    for split in SPLITS:
+        part = fed.split(split)
+        for name, size in [] if part is None else zip(part.names, part.sizes.tolist(), strict=True):
+            now[name][split] = size
+    then = {
+        str(row["client"]): sum(value for split in SPLITS if isinstance(value := row.get(f"{split}{SAMPLES}"), int))
+        for row in read_rows(run.path / TABLE)
+    }
+    for name in sorted({*then, *now}):
+        if name not in then or name not in now:
+            return f" (the client {name!r} {'is new' if name in now else 'is gone'})"
+        if then[name] != sum(now[name].values()):
+            return f" (the client {name!r} has {sum(now[name].values())} samples, and had {then[name]})"
+    return " (no number of samples, but values or their order)"
+
+
+def note_known(run: SavedRun, source: Path, x: Tensor, y: Tensor) -> None:
+    """Warn if samples that are given as new ones are among those that the run was trained on.
+
+    Only the user's own files are looked through. Samples of few distinct values are equal by chance; so what counts is
+    whether more are known than of the train samples have a twin among the others.
+    """
+    if run.config is None or run.config.data.name not in READERS:
+        return
+    try:
+        fed = run.config.make_data(encoding=run.encoding)
+    except ComfedlError:  # the data may be elsewhere
+        return
+    same = read_digest(run.path) == fed.digest()
+    splits = [fed.train] if same else [split for name in SPLITS if (split := fed.split(name)) is not None]
+    dtype = x.dtype if x.is_floating_point() else torch.float32
+    splits = [split.to(dtype, torch.device("cpu")) for split in splits]
+    own = [split.samples_of(i) for split in splits for i in range(len(split.names))]
+    if not all(isinstance(part, Tensor) and part.shape[1:] == x.shape[1:] for part, _ in own):
+        return
+    known = Counter(row for batch in own for row in _rows(*batch))
+    total, count = sum(known.values()), sum(row in known for row in _rows(x, y))
+    twins = sum(number for number in known.values() if number > 1) / total
+    if count <= len(x) * twins + 3 * math.sqrt(len(x) * twins * (1 - twins)):
+        return
+    if same:
+        what = "are train rows of this run"
+    else:
+        what = "are in the data that this run's config names, and it may have been trained on them"
+    logger.warning("%s: %d of %d rows %s, so its scores are not those of new data.", source, count, len(x), what)
+
+
+def _rows(x: Tensor, y: Tensor) -> Sequence[bytes]:
+    """Each sample as bytes."""
+    parts = [part.detach().cpu().reshape(len(x), -1).to(torch.float64).numpy() for part in (x, y)]
+    whole = np.concatenate(parts, axis=1)
+    return [row.tobytes() for row in whole]
