@@ -134,6 +134,20 @@ def fed_noisy(seed: int) -> cf.FederatedData:
     return noisy()
 
 
+def test_the_losses_say_on_how_many_samples_they_are_and_how_sure_they_are() -> None:
+    """As the same run's own table by client says."""
+    data = {**DATA, "validation": 0.25, "test": 0.0}
+    found = advise(parse_config(settings(data=data)), warmup=3)
+    plain = run_config(parse_config(settings(rounds=3, data=data, algorithm={"name": "comfedl", "lr": 0.3})))
+    table = plain.clients_table("validation")
+    for fit, row in zip(found.fits, table, strict=True):
+        assert fit.judged_on == row["validation_samples"]
+        assert fit.interval == pytest.approx(table.interval(row, "loss"), rel=1e-5)
+        assert fit.interval is not None and fit.interval[0] < fit.loss < fit.interval[1]
+    assert list(found.about_worst) == table.about_worst("loss")
+    assert "95 % interval" in found.about_worst[0] and "samples" in found.about_worst[0]
+
+
 def test_nobody_can_be_said_to_be_outvoted() -> None:
     """Before any round, or with an objective that adapts to each client already."""
     assert not advise(parse_config(settings()), warmup=0).fits
@@ -149,6 +163,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         main()
     said = capsys.readouterr().out
     assert not ended.value.code and "0.3 (config)" in said and "Outvoted: " in said
+    assert "validation samples" in said and "Worst client by validation loss: " in said
     assert Path("gamma.png").read_bytes()[:4] == b"\x89PNG"
     for option, value in (("--warmup", "-1"), ("--gamma", "0")):
         monkeypatch.setattr("sys.argv", ["comfedl", "advise", "config.toml", option, value])

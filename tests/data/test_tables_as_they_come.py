@@ -415,3 +415,78 @@ def test_dates_in_a_typed_column_of_something_else_are_refused(values: list[Any]
     table = pandas.DataFrame({"when": values * 8, "ward": ["a", "b", "c"] * 8, "y": ["no", "yes"] * 12})
     with pytest.raises(cf.DataError, match=r"'when' of the table has .*read as dates"):
         cf.FederatedData.from_dataframe(table, client="ward", target="y", dates={"when": "%d.%m.%Y"})
+
+
+def write_csv(name: str, columns: dict[str, Any]) -> None:
+    with Path(name).open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+
+
+def wards(rows: int = 60, **more: Any) -> dict[str, Any]:
+    draw = random.Random(0)
+    ages = [draw.randint(20, 90) for _ in range(rows)]
+    base = {"site": ["ab"[row % 2] for row in range(rows)], "age": ages, "ill": [int(age > 55) for age in ages]}
+    return {**base, **more}
+
+
+@pytest.mark.parametrize(
+    ("values", "warned"),
+    [
+        (list(range(1, 61)), "all 60 values are different whole numbers"),
+        ([10_000_000 + 977 * row for row in range(60)], "all 60 values are different whole numbers"),
+        ([*range(1, 59), 58, 58], "58 of 60 values are different whole numbers"),
+        ([1 + row // 2 for row in range(60)], "it counts the rows of each client"),
+        ([row + 0.5 for row in range(60)], ""),  # no whole numbers
+        ([row % 30 for row in range(60)], ""),  # twice at a client
+        ([row % 7 for row in range(60)], ""),
+    ],
+)
+def test_an_identifier_that_becomes_an_input_is_named(
+    values: list[Any], warned: str, comfedl: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_csv("wards.csv", wards(number=values))
+    write_config({"name": "csv", "path": "wards.csv", "client": "site", "target": "ill"})
+    for command in (["data", "describe", "run.toml"], ["run", "run.toml", "--force"]):
+        caplog.clear()
+        assert comfedl(*command)[0] == 0
+        assert (f"Column 'number': {warned}" in caplog.text) if warned else "identifier" not in caplog.text
+        assert not warned or 'drop = ["number"]' in caplog.text
+    caplog.clear()
+    assert comfedl("data", "describe", "run.toml", "--set", 'data.drop=["number"]')[0] == 0
+    assert "identifier" not in caplog.text
+
+
+def test_dates_and_few_rows_are_no_identifiers(comfedl: Command, caplog: pytest.LogCaptureFixture) -> None:
+    data = {"name": "csv", "path": "wards.csv", "client": "site", "target": "ill"}
+    days = [f"{1 + row % 28:02}.{1 + row // 28:02}.2024" for row in range(60)]
+    write_csv("wards.csv", wards(day=days))
+    write_config({**data, "dates": {"day": "%d.%m.%Y"}})
+    assert comfedl("data", "describe", "run.toml")[0] == 0
+    write_csv("wards.csv", wards(20, count=list(range(20))))
+    write_config(data)
+    assert comfedl("data", "describe", "run.toml")[0] == 0
+    assert "identifier" not in caplog.text
+
+
+def test_a_column_that_is_empty_in_every_new_row_is_named(comfedl: Command, caplog: pytest.LogCaptureFixture) -> None:
+    blanks = ["" if row % 9 == 0 else "xyz"[row % 3] for row in range(60)]
+    days = ["" if row == 5 else f"2024-0{1 + row % 3}-0{1 + row % 7}" for row in range(60)]
+    write_csv("wards.csv", wards(kind=blanks, day=days))
+    options = {"impute": {"age": "median", "kind": "most-frequent", "day": "2024-02-02"}, "dates": ["day"]}
+    write_config({"name": "csv", "path": "wards.csv", "client": "site", "target": "ill", **options})
+    assert comfedl("run", "run.toml")[0] == 0
+    assert "identifier" not in caplog.text
+    empty = [""] * 12
+    write_csv("new.csv", {"age": empty, "kind": empty, "day": empty, "ill": [0, 1] * 6, "site": ["c"] * 12})
+    for command in (["predict", "runs/run", "new.csv"], ["evaluate", "runs/run", "--data", "new.csv"]):
+        caplog.clear()
+        assert comfedl(*command)[0] == 0
+        for column, fill in (("age", "[0-9.]+"), ("kind", "'[xyz]'"), ("day", "2024-02-02")):
+            said = f"column '{column}' has no value in any of its 12 rows; all are filled in with {fill}, "
+            assert re.search(said, caplog.text), caplog.text
+    write_csv("new.csv", {"age": [50, *empty[1:]], "kind": ["x", *empty[1:]], "day": ["2024-01-01", *empty[1:]]})
+    caplog.clear()
+    assert comfedl("predict", "runs/run", "new.csv", "--force")[0] == 0
+    assert caplog.text == ""

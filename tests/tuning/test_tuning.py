@@ -433,6 +433,38 @@ def test_another_search_in_the_folder_is_refused(whole: tuple[Path, Tuned], tmp_
     assert len(trials(tmp_path)) == 6
 
 
+def table_changes(folder: Path, rows: int = 120) -> dict[str, Any]:
+    """A config's data: a table of two clients, whose last row is like the first."""
+    lines = [f"{'ab'[row % 2]},{row % 7},{row % 7 > 3}" for row in range(rows)]
+    (folder / "rows.csv").write_text("\n".join(["site,dose,ill", *lines]) + "\n")
+    data = {"name": "csv", "path": str(folder / "rows.csv"), "client": "site", "target": "ill"}
+    return {"changes": {"data": data, "loss": "bce"}, "space": {"algorithm.lr": [0.05, 0.5]}}
+
+
+def test_a_search_is_not_continued_on_other_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor on data that another version encodes in another way: their digest says so too."""
+    search(tmp_path, **table_changes(tmp_path))
+    before = stored_trials(tmp_path, "study")
+    assert search(tmp_path, **table_changes(tmp_path)).trials
+    with pytest.raises(RunFolderError, match="a search whose data were others, or were encoded by another version"):
+        search(tmp_path, **table_changes(tmp_path, rows=121))
+    assert stored_trials(tmp_path, "study") == before and "digest" not in caplog.text
+
+
+def test_a_search_without_a_digest_goes_on_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of an earlier version; from then on its data are known."""
+    search(tmp_path, **table_changes(tmp_path))
+    with contextlib.closing(sqlite3.connect(tmp_path / "study" / "study.db")) as connection, connection:
+        assert connection.execute("DELETE FROM study_user_attributes WHERE key = 'data'").rowcount == 1
+    search(tmp_path, **table_changes(tmp_path))
+    assert "kept no digest of its data" in caplog.text
+    caplog.clear()
+    search(tmp_path, **table_changes(tmp_path))
+    assert caplog.text == ""
+    with pytest.raises(RunFolderError, match="whose data were others"):
+        search(tmp_path, **table_changes(tmp_path, rows=121))
+
+
 def test_unusable_folders(tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "study.db").write_text("This is not a database. " * 100)

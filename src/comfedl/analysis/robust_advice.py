@@ -33,6 +33,7 @@ from comfedl.core.objectives import LocalLoss
 from comfedl.core.outer_functions import KL
 from comfedl.core.simplex import ROUNDING, effective_gamma, softmax_weights
 from comfedl.training.arguments import check_fit, make_learner
+from comfedl.training.client_table import ClientTable
 from comfedl.training.fit import fit
 from comfedl.utils import checks, rng
 from comfedl.utils.errors import ConfigError
@@ -65,12 +66,17 @@ class GammaEffect:
 
 @dataclass(frozen=True)
 class Fit:
-    """A client under plain averaging: its loss with the averaged model, and after a short fit of its own."""
+    """A client under plain averaging: its loss with the averaged model, and after a short fit of its own.
+
+    ``judged_on`` is the number of samples of these losses, ``interval`` the 95 % interval of the averaged model's.
+    """
 
     client: str
     samples: int
     loss: float
     own: float
+    judged_on: int | None = None
+    interval: tuple[float, float] | None = None
 
     def is_outvoted(self, mean: float) -> bool:
         """Whether the client does worse than the mean, and would not with a model of its own."""
@@ -82,7 +88,7 @@ class Advice:
     """The client losses after a few rounds of plain averaging, and the effect of each gamma.
 
     ``fits`` is empty where nobody can be said to be outvoted: after no rounds, or if the objective is not the local
-    loss. ``split`` names the data that its losses are on.
+    loss. ``split`` names the data that its losses are on, and ``about_worst`` says how sure it is who is worst.
     """
 
     names: Sequence[str]
@@ -93,6 +99,7 @@ class Advice:
     config_gamma: float | None
     fits: Sequence[Fit] = ()
     split: str = "train"
+    about_worst: Sequence[str] = ()
 
     @property
     def outvoted(self) -> list[Fit]:
@@ -115,7 +122,7 @@ def advise(config: Config, warmup: int = WARMUP, gammas: Sequence[float] = ()) -
     for gamma in gammas:
         checks.positive("gamma", gamma)
     algorithm = config.make_algorithm()
-    names, losses, split, fits = _client_losses(config, algorithm, warmup)
+    names, losses, split, fits, about_worst = _client_losses(config, algorithm, warmup)
     outer = algorithm.g if isinstance(algorithm, Compositional) else None
     config_gamma = getattr(outer, "gamma", None)
     if isinstance(outer, KL) and outer.effective_clients is not None:
@@ -124,12 +131,12 @@ def advise(config: Config, warmup: int = WARMUP, gammas: Sequence[float] = ()) -
     considered = sorted({*(gammas or GAMMAS), *([] if config_gamma is None else [float(config_gamma)])})
     participants = min(config.clients_per_round or len(names), len(names))
     effects = [_effect(gamma, losses, participants, config.seed) for gamma in considered]
-    return Advice(names, losses, participants, warmup, effects, config_gamma, fits, split)
+    return Advice(names, losses, participants, warmup, effects, config_gamma, fits, split, about_worst)
 
 
 def _client_losses(
     config: Config, algorithm: Algorithm, warmup: int
-) -> tuple[Sequence[str], NDArray[np.float64], str, list[Fit]]:
+) -> tuple[Sequence[str], NDArray[np.float64], str, list[Fit], Sequence[str]]:
     """The method's inner objective per client, on its training data after the warm-up; and the clients' own fits."""
     fed = config.make_data()
     module = config.make_model(fed)
@@ -137,7 +144,8 @@ def _client_losses(
     first = next(iter(model["params"].values()))
     data = fed.to(first.dtype, first.device)
     check_fit(learner, model, data)
-    split, fits = "validation" if data.validation is not None else "train", []
+    split, fits = "validation" if data.validation is not None else "train", list[Fit]()
+    about_worst: Sequence[str] = ()
     if warmup:
         result = fit(
             module,
@@ -153,20 +161,26 @@ def _client_losses(
         trained = {name: part for name, part in result.params.items() if name not in frozen}
         model = Model(params=trained, buffers=result.buffers)
         if isinstance(algorithm.objective(learner), LocalLoss):
-            fits = _fits(result.clients, dict(zip(data.names, data.train.sizes.tolist(), strict=True)), split)
+            sizes = dict(zip(data.names, data.train.sizes.tolist(), strict=True))
+            table = result.table_at_end(split)
+            fits, about_worst = _fits(result.clients, sizes, split, table), table.about_worst("loss")
     objective, outer = algorithm.objective(learner), data.split("outer")
     assert outer is not None
     values = [float(objective.value(model, data.train.samples_of(i), outer.samples_of(i))) for i in range(len(data))]
-    return data.names, np.array(values), split, fits
+    return data.names, np.array(values), split, fits, about_worst
 
 
-def _fits(rows: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], split: str) -> list[Fit]:
+def _fits(rows: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], split: str, table: ClientTable) -> list[Fit]:
     """The clients' losses in the last evaluated round; clients without held-out data are left out."""
     loss, own = f"{split}.loss", f"{split}.personal_loss"
     last = max(row["round"] for row in rows)
+    known = {row["client"]: row for row in table}
+    counts = {name: table.samples(row) for name, row in known.items()}
+    intervals = {name: table.interval(row, "loss") for name, row in known.items()}
     return [
-        Fit(row["client"], sizes[row["client"]], row[loss], row[own])
+        Fit(name, sizes[name], row[loss], row[own], counts.get(name), intervals.get(name))
         for row in rows
+        for name in [row["client"]]
         if row["round"] == last and row.get(loss) is not None and row.get(own) is not None
     ]
 

@@ -29,6 +29,8 @@ def advise(
     advice = make_advice(read_config(config, set or ()), warmup, gamma or ())
     if advice.fits:
         print_table(show_fits(advice))
+        for sentence in advice.about_worst:
+            typer.echo(sentence)
         typer.echo(_verdict(advice))
     print_table(show_weights(advice))
     print_table(show_advice(advice))

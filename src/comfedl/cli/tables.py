@@ -286,12 +286,16 @@ def show_fits(advice: Advice, most: int = 10) -> Table:
     """The clients with the largest losses under plain averaging, and who of them is outvoted."""
     data = "held-out data" if advice.split == "validation" else "training data"
     title = f"Loss on {data} after {advice.warmup} rounds with equal weights"
-    table = _table(title, "client", "train samples", "averaged model", "fine-tuned on its own data", "")
+    judged = [] if advice.split == "train" else [f"{advice.split} samples"]
+    headings = ("client", "train samples", *judged, "averaged model", "95 % interval", "fine-tuned on its own data", "")
+    table = _table(title, *headings)
     outvoted = {fit.client for fit in advice.outvoted}
     fits = sorted(advice.fits, key=lambda fit: -fit.loss)
     for fit in fits[:most]:
         verdict = "outvoted" if fit.client in outvoted else ""
-        table.add_row(escape(fit.client), str(fit.samples), _format(fit.loss), _format(fit.own), verdict)
+        counts = [str(fit.samples), *(["-" if fit.judged_on is None else str(fit.judged_on)] if judged else [])]
+        interval = "-" if fit.interval is None else " to ".join(map(_format, fit.interval))
+        table.add_row(escape(fit.client), *counts, _format(fit.loss), interval, _format(fit.own), verdict)
     if len(fits) > most:
         table.caption = f"and {len(fits) - most} more clients with smaller losses"
     return table

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from comfedl.data.cell_format import EPOCH, CellFormat
-from comfedl.data.suspect_cells import note_marks, refuse_dates, refuse_mostly_numbers
+from comfedl.data.suspect_cells import note_identifier, note_marks, refuse_dates, refuse_mostly_numbers
 from comfedl.data.table import FLAG, FLAGS, NUMBER, TEXT, Table, to_string
 from comfedl.data.table_report import ColumnReport
 from comfedl.data.tabular import GAP, OTHER, ZEROS, Column, Encoding, sort_labels
@@ -184,7 +184,8 @@ def _fit_numbers(rows: TableRows, name: str, kind: str, scale: bool, rule: Rule 
     mean, std = _mean_and_std(where, seen) if scale and kind == NUMBER else (0.0, 1.0)
     column = Column(name, kind, mean, std, fill=fill, indicator=has_gaps)
     scaled = f"scaled by mean {mean:.6g} and std {std:.6g}" if scale and kind == NUMBER else "as it is"
-    return Fitted(column, f"{scaled}{with_fill}{', and an input that says where' if has_gaps else ''}")
+    notes = tuple(note_identifier(table, name, rows.clients)) if kind == NUMBER else ()
+    return Fitted(column, f"{scaled}{with_fill}{', and an input that says where' if has_gaps else ''}", notes)
 
 
 def _fill_number(table: Table, name: str, kind: str, rule: Rule, present: NDArray[np.float64]) -> float | None:

@@ -1,18 +1,21 @@
-"""Cells that are probably not what they were taken for: numbers or dates read as text, marks of missing values."""
+"""Cells that are probably not what they were taken for: numbers or dates read as text, marks of missing values, ids."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from comfedl.data.table import Table
+from comfedl.data.table import NUMBER, Table
 from comfedl.utils.errors import DataError
 
 FEW_NUMBERS = 20  # so many distinct numbers may be categories, as grades are
 FEW_ROWS = 8
+FEWEST_IDS, DIFFERENT = 30, 0.95  # an identifier: whole numbers in so many rows, this share of them different
 MARKS = ("?", "-", "--", ".", "n/a", "N.A.", "#N/A", "NIL", "missing", "(null)")
 COMMA = re.compile(r"[+-]?(?:\d{1,3}(?:[.' \u00a0\u202f]\d{3})+|\d+),\d+")
 GROUPED = re.compile(r"[+-]?\d{1,3}(?:([,.' \u00a0\u202f])\d{3})+(?:[.,]\d+)?")
@@ -34,6 +37,40 @@ def note_marks(table: Table, name: str, taken_for: str) -> Iterator[str]:
                 f"{table.source}: {mark!r} is taken for {taken_for}, in {count} of {len(table)} rows; if it means a "
                 f'missing value, set na_values = ["{mark}"].'
             )
+
+
+def note_identifier(table: Table, name: str, clients: NDArray[Any]) -> Iterator[str]:
+    """Note whole numbers that look like an identifier: nearly all different, or counted up within each client."""
+    kind, values, missing = table.cells(name)
+    present, owners = values[~missing], clients[~missing]
+    rows = len(present)
+    if kind != NUMBER or name in table.format.dates or rows < FEWEST_IDS or bool((present != np.round(present)).any()):
+        return
+    distinct = len(np.unique(present))
+    if distinct >= DIFFERENT * rows:
+        what = f"{'all' if distinct == rows else f'{distinct} of'} {rows} values are different whole numbers"
+    elif _counts_up(present, owners):
+        what = "it counts the rows of each client"
+    else:
+        return
+    yield (
+        f"Column {name!r}: {what}, as of an identifier, but it is an input of the model; if it only names rows, leave "
+        f'it out with drop = ["{name}"].'
+    )
+
+
+def _counts_up(values: NDArray[Any], owners: NDArray[Any]) -> bool:
+    """Whether each client's values are consecutive whole numbers, in any order; clients have 5 rows on average."""
+    places: dict[Any, int] = {}
+    codes = np.array([places.setdefault(owner, len(places)) for owner in owners.tolist()])
+    counts = np.bincount(codes)
+    if len(values) < 5 * len(counts):
+        return False
+    low, high = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
+    np.minimum.at(low, codes, values)
+    np.maximum.at(high, codes, values)
+    pairs = np.unique(np.stack([codes, values]), axis=1).shape[1] if (high - low == counts - 1).all() else 0
+    return pairs == len(values)
 
 
 def refuse_mostly_numbers(table: Table, name: str) -> None:

@@ -10,12 +10,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from comfedl.data.cell_format import PLAIN, CellFormat
+from comfedl.data.cell_format import EPOCH, PLAIN, CellFormat
 from comfedl.data.table import FLAG, NUMBER, TEXT, Rows, Table, as_table
 from comfedl.data.table_files import read_csv as read_csv  # under the name that it had
 from comfedl.data.table_report import TableReport
@@ -72,6 +73,16 @@ class Column:
                 values = np.where(missing, float(self.fill), values)
             encoded = ((values - self.mean) / self.scale)[:, None]
         return np.concatenate([encoded, missing[:, None]], axis=1) if self.indicator else encoded
+
+    def written_fill(self, format: CellFormat) -> str:
+        """What stands in for missing values, as a reader would write it."""
+        if isinstance(self.fill, str) or self.fill is None:
+            return repr(self.fill)
+        if self.kind == FLAG:
+            return "true" if self.fill else "false"
+        if self.name in format.dates:
+            return f"{EPOCH + timedelta(days=float(self.fill)):%Y-%m-%d}"
+        return f"{self.fill:.6g}"
 
     def codes(self, table: Table) -> tuple[Rows, NDArray[np.bool_]]:
         """The place of each row's category, the number of categories for any other; and which cells are missing."""
@@ -159,7 +170,7 @@ class Encoding:
         return table
 
     def usable(self, table: Any, labelled: bool = False) -> tuple[Table, list[str]]:
-        """The rows that can be encoded, and what there is to say: rows left out, categories without an input."""
+        """The rows that can be encoded, and what there is to say: rows left out, empty columns, unseen categories."""
         table, notes = self._checked(table), list(as_table(table).notes)
         if self.missing == "drop":
             needed = [column.name for column in self.columns if column.fill is None and column.kind != GAP]
@@ -173,6 +184,11 @@ class Encoding:
                 )
                 table = table.at(~gaps)
         for column in self.columns:
+            if column.fill is not None and len(table) and table.missing(column.name).all():
+                notes.append(
+                    f"{table.source}: column {column.name!r} has no value in any of its {len(table)} rows; all are "
+                    f"filled in with {column.written_fill(self.format)}, as missing values were in training."
+                )
             if column.kind == TEXT and column.unseen != REFUSE:
                 codes, _ = column.codes(table)
                 odd = codes == len(column.categories)

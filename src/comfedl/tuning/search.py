@@ -68,7 +68,7 @@ def tune(plan: Plan, out: Path, jobs: int = 1, log: str = "bar") -> Tuned:
     url = _url(file)
     require_optuna()
     data = DataCache()
-    _check_data(plan, data)
+    digest = _check_data(plan, data)
     if jobs > 1:
         data = DataCache()  # frees the data: every worker loads its own
     with _locked_folder(out), _storage_errors(file), InterruptGuard() as guard:
@@ -77,7 +77,7 @@ def tune(plan: Plan, out: Path, jobs: int = 1, log: str = "bar") -> Tuned:
         keep, fresh, study = True, not file.exists(), None
         try:
             with guard.deferred():
-                study = Study(plan, out, url, progress)
+                study = Study(plan, out, url, progress, digest)
             interrupted = _run(study, progress, jobs, data, guard)
             with guard.deferred():
                 trials = study.finished()
@@ -133,8 +133,8 @@ def _write_best(plan: Plan, trials: Sequence[FinishedTrial], path: Path) -> Path
     return path
 
 
-def _check_data(plan: Plan, data: DataCache) -> None:
-    """Download the data once, before any workers start, and check that they have the metric's split."""
+def _check_data(plan: Plan, data: DataCache) -> str:
+    """Download the data once, before any workers start, and check that they have the metric's split; their digest."""
     fed = data(plan.config, progress=True)
     split = plan.metric.partition(".")[0]
     if fed.split(split) is None:
@@ -142,6 +142,7 @@ def _check_data(plan: Plan, data: DataCache) -> None:
             f"--metric is {plan.metric!r}, but the data have no {split} split (data.{split} is "
             f"{getattr(plan.config.data, split)}); give the clients {split} data to select by."
         )
+    return fed.digest()
 
 
 def _url(path: Path) -> str:

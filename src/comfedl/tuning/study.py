@@ -7,6 +7,7 @@ a trial that is marked as running when a search starts was left by a kill.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from comfedl.tuning.space import Choices, Range
 from comfedl.utils import rng
 from comfedl.utils.errors import RunFolderError
 
+logger = logging.getLogger("comfedl")
+
 NAME = "tune"
 
 # Trial states for Optuna. A diverged trial counts as pruned, so that TPE learns to avoid its region.
@@ -41,7 +44,7 @@ STATES = {
 class Study:
     """The study of a search, created or reopened."""
 
-    def __init__(self, plan: Plan, out: Path, url: str, progress: SearchProgress) -> None:
+    def __init__(self, plan: Plan, out: Path, url: str, progress: SearchProgress, digest: str) -> None:
         self._plan, self._progress = plan, progress
         self._running: dict[int, optuna.Trial] = {}
         storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
@@ -58,6 +61,7 @@ class Study:
         self._distributions = {path: _distribution(part) for path, part in plan.space.items()}
         self._grid = _grid(plan)
         self._check_same_search(out)
+        self._check_same_data(out, digest)
         self.requeue_running()
         self._show_progress()
 
@@ -169,6 +173,25 @@ class Study:
             raise RunFolderError(
                 f"{out} holds a search with another {' and '.join(different)}; repeat its command to resume it, or "
                 "give another --out."
+            )
+
+    def _check_same_data(self, out: Path, digest: str) -> None:
+        """Refuse data with another digest than that of the trials so far, whose values could not be compared."""
+        stored = self._study.user_attrs.get("data")
+        if stored is None:
+            if self._study.trials:  # of an earlier version
+                logger.warning(
+                    "The search in %s was begun by a version of comfedl that kept no digest of its data, so it cannot "
+                    "be told whether they are still the same and encoded in the same way.",
+                    out,
+                )
+            self._study.set_user_attr("data", digest)
+        elif stored != digest:
+            self.close()
+            raise RunFolderError(
+                f"{out} holds a search whose data were others, or were encoded by another version of comfedl in "
+                "another way, so its trials could not be compared with new ones; restore the data, finish it with "
+                "that version, or give another --out."
             )
 
     def _waiting_trial(self, params: dict[str, Any], **attributes: int) -> FrozenTrial:
