@@ -93,9 +93,9 @@ def test_rows_of_training_that_are_given_as_new_are_noticed(run: SavedRun, caplo
     ):
         caplog.clear()
         use()
-        assert "of 110 rows are train rows of this run" in caplog.text
+        assert "of 110 rows are equal to train rows of this run" in caplog.text
     personalize(run, Path("patients.csv"), Path("own.safetensors"))
-    assert "patients.csv: 120 of 200 rows are train rows" in caplog.text
+    assert "patients.csv: 120 of 200 rows are equal to train rows" in caplog.text
     pd.concat([patients(), patients(60, seed=1)]).to_csv("patients.csv", index=False)  # now with new rows
     caplog.clear()
     evaluate(run, data=Path("patients.csv"))

@@ -90,7 +90,7 @@ def note_known(run: SavedRun, source: Path, x: Tensor, y: Tensor) -> None:
     if count <= len(x) * twins + 3 * math.sqrt(len(x) * twins * (1 - twins)):
         return
     if same:
-        what = "are train rows of this run"
+        what = "are equal to train rows of this run"
     else:
         what = "are in the data that this run's config names, and it may have been trained on them"
     logger.warning("%s: %d of %d rows %s, so its scores are not those of new data.", source, count, len(x), what)

@@ -78,6 +78,15 @@ class CellFormat:
         except (ValueError, OverflowError):
             return None
 
+    def shown(self, column: str, number: float) -> str:
+        """A number as a message shows it: in a column of dates as a date."""
+        if column not in self.dates:
+            return f"{number:.6g}"
+        try:
+            return f"{EPOCH + timedelta(days=number):%Y-%m-%d}"
+        except OverflowError:
+            return f"{number:.6g}"
+
     def to_dict(self) -> dict[str, Any]:
         """The values that are not the default, for JSON."""
         values = {

@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from comfedl.data.cell_format import EPOCH, CellFormat
-from comfedl.data.suspect_cells import note_identifier, note_marks, refuse_dates, refuse_mostly_numbers
+from comfedl.data.suspect_cells import (
+    note_grouped,
+    note_identifier,
+    note_marks,
+    note_spellings,
+    refuse_dates,
+    refuse_mostly_numbers,
+)
 from comfedl.data.table import FLAG, FLAGS, NUMBER, TEXT, Table, to_string
 from comfedl.data.table_report import ColumnReport
 from comfedl.data.tabular import GAP, OTHER, ZEROS, Column, Encoding, sort_labels
@@ -178,13 +185,17 @@ def _fit_numbers(rows: TableRows, name: str, kind: str, scale: bool, rule: Rule 
     has_gaps = bool(gaps.any() and not gaps.all())
     filled = values if fill is None else np.where(missing, fill, values)
     seen = filled[rows.train]
-    with_fill = f", {int(missing.sum())} filled in with {fill:.6g}" if fill is not None and missing.any() else ""
+    with_fill = ""
+    if fill is not None and missing.any():
+        with_fill = f", {int(missing.sum())} filled in with {table.format.shown(name, fill)}"
     if (fill is None and missing.any()) or seen.min() == seen.max():
-        return _constant(name, f"{seen[0]:.6g}" if len(present) else "nothing", has_gaps)
+        return _constant(name, table.format.shown(name, float(seen[0])) if len(present) else "nothing", has_gaps)
     mean, std = _mean_and_std(where, seen) if scale and kind == NUMBER else (0.0, 1.0)
     column = Column(name, kind, mean, std, fill=fill, indicator=has_gaps)
-    scaled = f"scaled by mean {mean:.6g} and std {std:.6g}" if scale and kind == NUMBER else "as it is"
-    notes = tuple(note_identifier(table, name, rows.clients)) if kind == NUMBER else ()
+    scaled = (
+        f"scaled by mean {table.format.shown(name, mean)} and std {std:.6g}" if scale and kind == NUMBER else "as it is"
+    )
+    notes = (*note_identifier(table, name, rows.clients), *note_grouped(table, name)) if kind == NUMBER else ()
     return Fitted(column, f"{scaled}{with_fill}{', and an input that says where' if has_gaps else ''}", notes)
 
 
@@ -223,7 +234,7 @@ def _fit_text(rows: TableRows, name: str, rule: Rule | None) -> Fitted:
     if fill is None and missing.any():  # no value in train
         return _constant(name, "nothing", False)
     texts = texts if fill is None else np.where(missing, fill, texts)
-    owners: dict[str, set[str]] = {}
+    spelled, owners = tuple(note_spellings(table, name, "value")), dict[str, set[str]]()
     clients = rows.clients[train].tolist()
     for text, client in zip(texts[train].tolist(), clients, strict=True):
         owners.setdefault(text, set()).add(client)
@@ -238,11 +249,11 @@ def _fit_text(rows: TableRows, name: str, rule: Rule | None) -> Fitted:
     if len(categories) + bool(own) < 2:
         if own:
             why = "each of its values occurs at one client only"
-            return Fitted(None, f"left out: {why}", (f"Column {name!r} is left out: {why}.",))
+            return Fitted(None, f"left out: {why}", (f"Column {name!r} is left out: {why}.", *spelled))
         return _constant(name, repr(categories[0]), has_gaps)
     column = Column(name, TEXT, categories=categories, unseen=OTHER if own else ZEROS, fill=fill, indicator=has_gaps)
     fate = f"one input for each of {len(categories)} values"
-    notes = list(note_marks(table, name, f"a value of the column {name!r}"))
+    notes = [*note_marks(table, name, f"a value of the column {name!r}"), *spelled]
     if own:
         shown = ", ".join(repr(text) for text in sorted(own)[:3]) + (", ..." if len(own) > 3 else "")
         fate += f", one for {len(own)} more that one client alone has ({shown})"

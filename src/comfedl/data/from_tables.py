@@ -17,7 +17,7 @@ from comfedl.data.cell_format import make_format
 from comfedl.data.federated import Batch, FederatedData
 from comfedl.data.fit_table import TableRows, TaskOptions, check_impute, describe_column, fit_encoding
 from comfedl.data.partition import stratified
-from comfedl.data.suspect_cells import note_marks
+from comfedl.data.suspect_cells import note_marks, note_spellings
 from comfedl.data.table import Rows, Table, as_table
 from comfedl.data.table_files import read_table
 from comfedl.data.table_report import TableReport
@@ -104,6 +104,8 @@ def from_table(
         *table.notes,
         *_note_dropped(table, dropped, dropped.keys() - {"", *names.tolist()}),
         *note_marks(used, client, "a client's name"),
+        *note_spellings(used, client, "client"),
+        *(note_spellings(used, target, "label") if encoding.classes else ()),
         *(note for found in fitted.values() for note in found.notes),
     ]
     x, y = _encoded(encoding, used)

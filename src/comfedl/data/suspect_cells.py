@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,16 @@ from numpy.typing import NDArray
 
 from comfedl.data.table import NUMBER, Table
 from comfedl.utils.errors import DataError
+from comfedl.utils.toml import toml_key
 
 FEW_NUMBERS = 20  # so many distinct numbers may be categories, as grades are
 FEW_ROWS = 8
+FEW_GROUPED = 3  # so many distinct numbers with three digits behind the mark
 FEWEST_IDS, DIFFERENT = 30, 0.95  # an identifier: whole numbers in so many rows, this share of them different
-MARKS = ("?", "-", "--", ".", "n/a", "N.A.", "#N/A", "NIL", "missing", "(null)")
+MARKS = (
+    *("?", "-", "--", ".", "n/a", "n.a.", "N.A.", "NIL", "missing", "(null)", "k.A.", "k. A.", "kA"),
+    *("#N/A", "#NV", "#VALUE!", "#WERT!", "#REF!", "#BEZUG!", "#DIV/0!", "#NAME?"),  # of spreadsheets
+)
 COMMA = re.compile(r"[+-]?(?:\d{1,3}(?:[.' \u00a0\u202f]\d{3})+|\d+),\d+")
 GROUPED = re.compile(r"[+-]?\d{1,3}(?:([,.' \u00a0\u202f])\d{3})+(?:[.,]\d+)?")
 DATES = {
@@ -39,6 +44,43 @@ def note_marks(table: Table, name: str, taken_for: str) -> Iterator[str]:
             )
 
 
+def note_spellings(table: Table, name: str, what: str) -> Iterator[str]:
+    """Note texts that are the same but for capitals, spaces or a final full stop."""
+    spellings: dict[str, list[str]] = {}
+    counts = _count(table, name)
+    for text in sorted(counts):
+        spellings.setdefault(" ".join(text.casefold().rstrip(".").split()), []).append(text)
+    alike = [found for found in spellings.values() if len(found) > 1 and table.format.number(found[0]) is None]
+    if alike:
+        shown = " and ".join(f"{text!r} ({counts[text]} rows)" for text in alike[0])
+        more = f", and {len(alike) - 1} more such group{'s' if len(alike) > 2 else ''}" if len(alike) > 1 else ""
+        yield (
+            f"Column {name!r} of {table.source} has {shown}{more}, each of which is a {what} of its own; if they mean "
+            "the same, write them alike."
+        )
+
+
+def note_grouped(table: Table, name: str) -> Iterator[str]:
+    """Note numbers whose decimal mark may be meant to separate thousands: it has three digits behind it everywhere."""
+    mark, grouped = table.format.decimal, set[str]()
+    if not table.untyped or name in table.format.dates:
+        return
+    pattern = re.compile(rf"[+-]?(?:[1-9]\d{{0,2}}({re.escape(mark)}\d{{3}})|\d{{1,3}})")
+    for text, gap in zip(table.column(name).tolist(), table.missing(name), strict=True):
+        found = None if gap else pattern.fullmatch(text)
+        if found is None and not gap:
+            return
+        if found is not None and found.group(1):
+            grouped.add(text)
+    if len(grouped) >= FEW_GROUPED:
+        other = "," if mark == "." else "."
+        yield (
+            f"Column {name!r} of {table.source}: {mark!r} is read as the decimal mark, {min(grouped)!r} as "
+            f"{table.format.number(min(grouped)):g}, but three digits follow it in every cell that has it; if it "
+            f'separates thousands, set thousands = "{mark}" and decimal = "{other}".'
+        )
+
+
 def note_identifier(table: Table, name: str, clients: NDArray[Any]) -> Iterator[str]:
     """Note whole numbers that look like an identifier: nearly all different, or counted up within each client."""
     kind, values, missing = table.cells(name)
@@ -46,6 +88,9 @@ def note_identifier(table: Table, name: str, clients: NDArray[Any]) -> Iterator[
     rows = len(present)
     if kind != NUMBER or name in table.format.dates or rows < FEWEST_IDS or bool((present != np.round(present)).any()):
         return
+    mark = table.format.thousands
+    if table.untyped and mark and any(mark in cell for cell in table.column(name).tolist()):
+        return  # nobody groups the digits of an identifier
     distinct = len(np.unique(present))
     if distinct >= DIFFERENT * rows:
         what = f"{'all' if distinct == rows else f'{distinct} of'} {rows} values are different whole numbers"
@@ -135,8 +180,19 @@ def refuse_dates(table: Table, name: str) -> None:
         dates = [text for text in counts if re.fullmatch(pattern, text)]
         rows = sum(counts[text] for text in dates)
         if 2 * rows > counts.total() and _many({*dates}, rows):
-            how = f'dates = ["{name}"]' if written == "iso" else f'dates = {{ {name} = "{written}" }}'
+            key, either = toml_key(name), ""
+            if "/" in written:
+                written, either = _month_or_day_first(dates)
+            how = f'dates = ["{name}"]' if written == "iso" else f'dates = {{ {key} = "{written}" }}'
             raise DataError(
                 f"Column {name!r} of {table.source} has dates such as {dates[0]!r}; read them as numbers of days "
-                f"with {how}, or leave the column out (drop)."
+                f"with {how}{either}, or leave the column out (drop)."
             )
+
+
+def _month_or_day_first(dates: Sequence[str]) -> tuple[str, str]:
+    """The format of dates such as 12/31/2024; and a remark where all of them can be read in two ways."""
+    if any(int(date.split("/")[1]) > 12 for date in dates):
+        return "%m/%d/%Y", ""
+    unsure = all(int(date.split("/")[0]) <= 12 for date in dates)
+    return "%d/%m/%Y", ' (or "%m/%d/%Y", if the month comes first)' if unsure else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -11,10 +12,12 @@ from numpy.typing import NDArray
 
 from comfedl.data.cell_format import MISSING, PLAIN, CellFormat
 from comfedl.utils.errors import DataError, nearest
+from comfedl.utils.toml import toml_key
 
 Rows = NDArray[np.int64]
 NUMBER, FLAG, TEXT = "number", "flag", "text"
 FLAGS = {"true": 1.0, "false": 0.0}
+DIGITS = re.compile(r"[+-]?\d[\d.,' \u00a0\u202f]*")  # a number, in whichever notation
 SHOWN_ROWS = 3  # so many rows are named in a message
 
 
@@ -153,7 +156,14 @@ class Table:
                 written = self.format.dates[name]
                 need = f"it is read as dates, {'such as 2024-12-31' if written == 'iso' else written}"
             else:
-                need = "it must have numbers"
+                written = "" if self.format.thousands == "" else f' and thousands = "{self.format.thousands}"'
+                how = f' written with decimal = "{self.format.decimal}"{written}' if DIGITS.fullmatch(first) else ""
+                need = f"it must have numbers{how}"
+            if DIGITS.fullmatch(first):
+                raise DataError(
+                    f"Column {name!r} of {self.source} has {first!r} in {self.rows_text(odd)}, but {need}; write these "
+                    "cells alike."
+                )
             raise DataError(
                 f"Column {name!r} of {self.source} has {first!r} in {self.rows_text(odd)}, but {need}; correct it, or "
                 f'leave the cell empty if the value is missing (when training, na_values = ["{first}"] says so).'
@@ -191,8 +201,8 @@ class Table:
     def missing_error(self, name: str, missing: NDArray[np.bool_], advice: str = "") -> DataError:
         """The error about missing values."""
         advice = advice or (
-            f'fill them in (impute = "median", or impute = {{ {name} = "most-frequent" }} for this column alone), or '
-            'drop these rows with missing="drop"'
+            f'fill them in (impute = "median", or impute = {{ {toml_key(name)} = "most-frequent" }} for this column '
+            'alone), or drop these rows with missing="drop"'
         )
         return DataError(
             f"Column {name!r} of {self.source} has {int(missing.sum())} missing value{'s' if missing.sum() > 1 else ''}"

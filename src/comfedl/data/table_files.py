@@ -43,7 +43,7 @@ def read_csv(path: Path, format: CellFormat | None = None) -> Table:
     Lines of a single cell before the table, such as a title, are left out with a note.
     """
     format = format or CellFormat()
-    text = _read_text(path, format)
+    text, encoding_notes = _read_text(path, format)
     delimiter = _find_delimiter(text, format)
     try:
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
@@ -51,6 +51,8 @@ def read_csv(path: Path, format: CellFormat | None = None) -> Table:
     except csv.Error as error:
         raise DataError(f"{path} cannot be read as CSV ({error}); give a text file.") from None
     lines, notes = _without_title(lines, path.name)
+    lines = _without_trailing(lines, format)
+    notes = (*notes, *encoding_notes)
     names, lines = _take_header(lines, path, format)
     if not lines:
         raise DataError(f"{path} has no rows; give a header line with the column names, and one line per sample.")
@@ -70,7 +72,8 @@ def read_csv(path: Path, format: CellFormat | None = None) -> Table:
     return Table(columns, path.name, untyped=True, format=format, notes=notes)
 
 
-def _read_text(path: Path, format: CellFormat) -> str:
+def _read_text(path: Path, format: CellFormat) -> tuple[str, tuple[str, ...]]:
+    """The file's text; and a note if its bytes are probably those of another encoding."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -79,13 +82,40 @@ def _read_text(path: Path, format: CellFormat) -> str:
         raise DataError(f"{path} cannot be read as CSV ({error}); give a text file.") from None
     encoding = next((name for mark, name in MARKS if data.startswith(mark)), format.encoding)
     try:
-        return data.decode(encoding)
+        text = data.decode(encoding)
     except (UnicodeError, ValueError):
         other = "cp1252" if format.encoding != "cp1252" else "utf-8"
         raise DataError(
             f"{path} cannot be read as CSV: it is not text in {encoding}; save it as UTF-8, or name its encoding under "
             f'[data], such as encoding = "{other}".'
         ) from None
+    return text, _note_utf8(data, text, encoding, path.name)
+
+
+def _note_utf8(data: bytes, text: str, encoding: str, source: str) -> tuple[str, ...]:
+    """Note a file that is read in an encoding of one byte per letter, although it looks like UTF-8."""
+    if data.isascii() or len(text) != len(data) or encoding in ("ascii", "utf-8", "utf-8-sig"):
+        return ()
+    try:
+        meant = data.decode("utf-8")
+    except UnicodeDecodeError:
+        return ()
+    place = next(i for i, letter in enumerate(meant) if not letter.isascii())  # all before it take one byte each
+    return (
+        f"{source} is read in {encoding}, as the config or the run says, but it looks like UTF-8: "
+        f"{text[place : place + len(meant[place].encode())]!r} is probably {meant[place]!r}. For training set "
+        f'encoding = "utf-8"; new rows of a run can be saved in {encoding}, or in UTF-8 with a byte order mark.',
+    )
+
+
+def _without_trailing(lines: Lines, format: CellFormat) -> Lines:
+    """Leave out a last column that is empty everywhere, of a file that ends each line with a delimiter."""
+    fewest = len(format.header) if isinstance(format.header, tuple) else 1
+    if format.header is False or len({len(row) for _, row in lines}) != 1:
+        return lines
+    while len(lines[0][1]) > fewest and all(row[-1] == "" for _, row in lines):
+        lines = [(number, row[:-1]) for number, row in lines]
+    return lines
 
 
 def _find_delimiter(text: str, format: CellFormat) -> str:

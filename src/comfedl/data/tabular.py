@@ -10,13 +10,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from comfedl.data.cell_format import EPOCH, PLAIN, CellFormat
+from comfedl.data.cell_format import PLAIN, CellFormat
+from comfedl.data.suspect_cells import note_grouped
 from comfedl.data.table import FLAG, NUMBER, TEXT, Rows, Table, as_table
 from comfedl.data.table_files import read_csv as read_csv  # under the name that it had
 from comfedl.data.table_report import TableReport
@@ -80,9 +80,7 @@ class Column:
             return repr(self.fill)
         if self.kind == FLAG:
             return "true" if self.fill else "false"
-        if self.name in format.dates:
-            return f"{EPOCH + timedelta(days=float(self.fill)):%Y-%m-%d}"
-        return f"{self.fill:.6g}"
+        return format.shown(self.name, self.fill)
 
     def codes(self, table: Table) -> tuple[Rows, NDArray[np.bool_]]:
         """The place of each row's category, the number of categories for any other; and which cells are missing."""
@@ -189,6 +187,8 @@ class Encoding:
                     f"{table.source}: column {column.name!r} has no value in any of its {len(table)} rows; all are "
                     f"filled in with {column.written_fill(self.format)}, as missing values were in training."
                 )
+            if column.kind == NUMBER:
+                notes += note_grouped(table, column.name)
             if column.kind == TEXT and column.unseen != REFUSE:
                 codes, _ = column.codes(table)
                 odd = codes == len(column.categories)

@@ -67,15 +67,16 @@ def to_toml(settings: Mapping[str, Any]) -> str:
     tables = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
     lines = _lines(plain)
     for name, table in tables.items():
-        lines += ["", f"[{_key(name)}]", *_lines(table)]
+        lines += ["", f"[{toml_key(name)}]", *_lines(table)]
     return "\n".join(lines) + "\n"
 
 
 def _lines(table: Mapping[str, Any]) -> list[str]:
-    return [f"{_key(key)} = {_value(value)}" for key, value in table.items() if value is not None]
+    return [f"{toml_key(key)} = {_value(value)}" for key, value in table.items() if value is not None]
 
 
-def _key(key: str) -> str:
+def toml_key(key: str) -> str:
+    """A key as TOML writes it."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _string(key)
 
 
