@@ -197,7 +197,7 @@ def test_rows_held_out_do_not_decide_the_type_of_a_column(
     data["part"] = np.array(["train"] * 7 + ["test"], dtype=object)
     texts = {name: np.array(["" if v is None else str(v) for v in values]) for name, values in data.items()}
     table = Table(texts, "t.csv", untyped=True) if as_strings else data
-    where = rf"'grade' of .* has {what} in all train rows, but '{odd}' in row 8 \(test\); correct it"
+    where = rf"'grade' of .* has {what} in all train rows, but '{odd}' in row 8 \(test\) \(s\); correct it"
     with pytest.raises(cf.DataError, match=where):
         cf.FederatedData.from_dataframe(table, "site", "y", split="part", impute="most-frequent")
     known = cf.FederatedData.from_dataframe(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from comfedl.data.cell_format import EPOCH, CellFormat
 from comfedl.data.suspect_cells import (
+    at_clients,
     note_grouped,
     note_identifier,
     note_marks,
@@ -158,7 +159,7 @@ def _refuse_other_types(rows: TableRows, name: str, missing: Flags) -> None:
     kind = replace(table, columns={name: table.column(name)[train]}).cells(name).kind if train.any() else TEXT
     if kind == TEXT:
         return
-    refuse_mostly_numbers(table, name)
+    refuse_mostly_numbers(table, name, rows.clients)
     cells, number = table.column(name).tolist(), table.format.number
     if table.untyped:
         fits = [cell.casefold() in FLAGS if kind == FLAG else number(cell) is not None for cell in cells]
@@ -168,7 +169,8 @@ def _refuse_other_types(rows: TableRows, name: str, missing: Flags) -> None:
     first, splits = str(cells[int(odd.argmax())]), " and ".join(sorted({*rows.splits[odd].tolist()}))
     raise DataError(
         f"Column {name!r} of {table.source} has {'true or false' if kind == FLAG else 'numbers'} in all train rows, "
-        f"but {first!r} in {table.rows_text(odd)} ({splits}); correct it, or if it means a missing value, set "
+        f"but {first!r} in {table.rows_text(odd)} ({splits}) {at_clients(odd, rows.clients)}; correct it, or if it "
+        "means a missing value, set "
         f'na_values = ["{first}"], with missing = "drop" or impute; else leave the column out (drop).'
     )
 
@@ -225,7 +227,7 @@ def _fill_number(table: Table, name: str, kind: str, rule: Rule, present: NDArra
 def _fit_text(rows: TableRows, name: str, rule: Rule | None) -> Fitted:
     table, train = rows.table, rows.train
     missing = table.missing(name)
-    refuse_mostly_numbers(table, name)
+    refuse_mostly_numbers(table, name, rows.clients)
     refuse_dates(table, name)
     texts = np.array(table.texts(name), dtype=object)
     fill = None if rule is None else _fill_text(rule, texts[train & ~missing].tolist())

@@ -118,7 +118,13 @@ def _counts_up(values: NDArray[Any], owners: NDArray[Any]) -> bool:
     return pairs == len(values)
 
 
-def refuse_mostly_numbers(table: Table, name: str) -> None:
+def at_clients(odd: NDArray[np.bool_], clients: NDArray[Any]) -> str:
+    """The clients of the rows that are marked: "(north)", "(east, north, south and 4 more)"."""
+    names = sorted({*clients[odd].tolist()})
+    return f"({', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''})"
+
+
+def refuse_mostly_numbers(table: Table, name: str, clients: NDArray[Any]) -> None:
     """Refuse a column of numbers with a few texts, or with decimal commas: each number would become a category."""
     counts, where = _count(table, name), f"Column {name!r} of {table.source}"
     numbers = {text for text in counts if table.format.number(text) is not None}
@@ -130,7 +136,7 @@ def refuse_mostly_numbers(table: Table, name: str) -> None:
     if 0 < 2 * (present - numeric) < present and _many(numbers, numeric):
         texts, missing = np.array(table.texts(name), dtype=object), table.missing(name)
         odd = ~missing & np.array([text not in numbers for text in texts.tolist()], dtype=bool)
-        first, rows = str(texts[odd][0]), table.rows_text(odd)
+        first, rows = str(texts[odd][0]), f"{table.rows_text(odd)} {at_clients(odd, clients)}"
         shown = first if len(first) <= 60 else f"{first[:60]}..."
         raise DataError(
             f"{where} has numbers in {numeric} of {len(table)} rows, but {shown!r} in {rows}; if "
