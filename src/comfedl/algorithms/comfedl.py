@@ -24,9 +24,10 @@ from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core import client_vector
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.core.objectives import Adapt, Adapted, Composition, CompositionObjective, LocalLoss, Objective
-from comfedl.core.offset import Excess
+from comfedl.core.offset import Excess, Shrinkage
 from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable, Tilt
 from comfedl.core.protocol import NUMBER, Batches, Data, Draw, Outcome, Replies, Step
+from comfedl.models.losses import Squared
 from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.toml import LATER
@@ -34,6 +35,7 @@ from comfedl.utils.tree import Tree
 
 STEPS = ("plain", "safe")
 PARAMS = ("model", "params")  # where a reply has the trained parameters
+SQUARE = "square"  # in a reply, the mean of the squares of the samples' losses
 BASELINES = "baselines"  # where the server's state has the clients' estimates of their best losses
 
 
@@ -72,13 +74,20 @@ class Compositional(Algorithm):
 
         Losses on outer data are always measured: training does not see these data.
         """
-        return self.g.memory if isinstance(self.g, KL) and not self.weighs_on_outer else None
+        measures = self.weighs_on_outer or self.shrinks is not None
+        return self.g.memory if isinstance(self.g, KL) and not measures else None
 
     @property
     def estimates(self) -> Excess | None:
         """The offset that clients estimate, if there is one."""
         offset = self.g.offset if isinstance(self.g, KL) else None
         return offset if isinstance(offset, Excess) and offset.estimated else None
+
+    @property
+    def shrinks(self) -> Shrinkage | None:
+        """The offset that draws losses towards their mean, if it is that one."""
+        offset = self.g.offset if isinstance(self.g, KL) else None
+        return offset if isinstance(offset, Shrinkage) else None
 
     @property
     def looks_back(self) -> bool:
@@ -103,6 +112,12 @@ class Compositional(Algorithm):
             raise ConfigError(
                 f"client_optimizer is {self.local_optimizer.name!r}, but {what} takes clients' updates for gradients; "
                 'use "sgd" at the clients (momentum and weight decay are fine), and adaptive steps in server_optimizer.'
+            )
+
+        if self.shrinks is not None and (self.weighs_on_outer or self.adapt or self.composition is not None):
+            raise ConfigError(
+                "The offset Shrinkage is for losses on train data, whose variance each client knows; leave out "
+                'on = "outer", inner and problem, or use another offset.'
             )
 
     def init(self, model: Model, clients: int) -> State:
@@ -140,10 +155,14 @@ class Compositional(Algorithm):
         # Weights among the participants alone; a cap or a quantile applies to these. Weights among all n clients,
         # scaled by n / m, would be unbiased but stall training: stale losses of clients not seen again stay high
         # while the model improves, and leave the participants almost no weight.
-        offsets = self.offsets(state, chosen, context.engine.names, context.sizes)
+        if self.shrinks is not None:
+            measured_on = np.minimum(context.sizes[chosen], self.loss_samples or np.iinfo(np.int64).max)
+            offsets: Tensor | None = self.shrinks.towards_mean(losses, replies.numbers(SQUARE), measured_on)
+        else:
+            offsets = self.offsets(state, chosen, context.engine.names, context.sizes)
         weights, shrink = self.weigh(model, replies, losses if offsets is None else losses + offsets, updates)
         weights, duals = self.limited(weights, chosen), None
-        if context.recorded:
+        if context.recorded and self.shrinks is None:  # else what is known of absent clients' losses is too little
             everyone = self.offsets(state, range(context.clients), context.engine.names, context.sizes)
             duals = known_weights(self.g, table if everyone is None else client_vector.to_tensor(table) + everyone)
         state = {**state, "losses": table}
@@ -183,7 +202,7 @@ class Compositional(Algorithm):
         """What is added to these clients' losses, NaN where it is not known yet; None if there is no offset."""
         if self.estimates is not None:
             return -client_vector.to_tensor(state[BASELINES])[torch.as_tensor(clients, dtype=torch.int64)]
-        offset = self.g.offset if isinstance(self.g, KL) else None
+        offset = self.g.offset if isinstance(self.g, KL) and self.shrinks is None else None
         return None if offset is None else offset.of(clients, names, sizes)
 
     def shift(
@@ -289,7 +308,8 @@ class Compositional(Algorithm):
         return steps
 
     def reply(self) -> dict[str, str]:
-        return super().reply() | ({"loss": NUMBER} if isinstance(self.g, Coupled) else {})
+        measured = {"loss": NUMBER} if isinstance(self.g, Coupled) else {}
+        return super().reply() | measured | ({SQUARE: NUMBER} if self.shrinks is not None else {})
 
     def train(self, learner: Learner, message: dict[str, Tree], state: Tree, batches: Batches) -> Outcome:
         # Only a separable outer scales the client's gradients; the slope of the identity is 1.
@@ -298,6 +318,10 @@ class Compositional(Algorithm):
         reply: dict[str, Tree] = {"model": trained.model}
         if Data.VALUE_TRAIN in batches:
             reply["loss"] = self.value(learner, message["model"], batches)
+            if self.shrinks is not None:
+                assert learner.loss_function is not None
+                square = {SQUARE: Squared(learner.loss_function)}
+                reply |= learner.means(message["model"], batches[Data.VALUE_TRAIN][0], square)
         elif isinstance(self.g, Coupled):  # with memory: the first batch's, at the received model
             reply["loss"] = trained.watched["loss"][0]
         return Outcome(reply, self.kept(trained), trained.watched)

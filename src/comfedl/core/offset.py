@@ -124,5 +124,49 @@ class Excess(Offset):
             )
 
 
-OFFSETS: dict[str, type[Offset]] = {kind.name: kind for kind in (Generalisation, Excess)}
+@dataclass(frozen=True)
+class Shrinkage(Offset):
+    """For tiny clients: each loss is drawn towards the mean by the share of its variance that is sampling noise.
+
+    The loss of a client with n_i samples is a mean of n_i numbers, so it differs from that of the client's whole
+    distribution by noise of variance s^2 / n_i. Where clients are tiny, weights that follow it follow noise. In a
+    one-way random-effects model the best estimate of the client's expected loss is ``m + B_i (f_i - m)``, with
+    ``B_i = t^2 / (t^2 + s^2 / n_i)`` and t^2 the variance between clients (empirical Bayes, James-Stein). s^2 is the
+    pooled variance of the losses of single samples within clients; t^2 is DerSimonian and Laird's estimate from the
+    round's participants; m is the mean of the losses, each with the weight 1 / (t^2 + s^2 / n_i). For large clients B_i
+    is 1, and nothing changes. If the losses differ by no more than their noise, all weights are equal.
+
+    Each client sends one number more, the mean of its squared losses. Losses are measured in every round, so ``memory``
+    does not apply. The objective is recorded without it.
+    """
+
+    name: ClassVar[str] = "shrinkage"
+
+    def of(self, clients: Sequence[int], names: Sequence[str], sizes: NDArray[np.int64]) -> Tensor:
+        return torch.zeros(len(clients), dtype=torch.float64)
+
+    def towards_mean(self, losses: Tensor, squares: Tensor, sizes: NDArray[np.int64]) -> Tensor:
+        """What is added to these clients' losses, each a mean of so many samples' losses; also given, of the squares.
+
+        >>> found = Shrinkage().towards_mean(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 10.0]), np.array([2, 2]))
+        >>> found.tolist()  # samples' losses of 0 and 2, and of 2 and 4: half of the losses' variance is noise
+        [0.5, -0.5]
+        """
+        y, n = losses.double(), torch.from_numpy(sizes).double()
+        within = ((squares.double() - y.square()).clamp(min=0) * n).sum()
+        freedom = (n - 1).sum()
+        if len(y) < 2 or not freedom > 0 or not within > 0:
+            return torch.zeros_like(y)
+        noise = within / freedom / n
+        precision = 1 / noise
+        total = precision.sum()
+        spread = (precision * (y - (precision * y).sum() / total).square()).sum()
+        between = ((spread - (len(y) - 1)) / (total - precision.square().sum() / total)).clamp(min=0)
+        share = between / (between + noise)
+        weights = 1 / (between + noise)
+        centre = (weights * y).sum() / weights.sum()
+        return (1 - share) * (centre - y)
+
+
+OFFSETS: dict[str, type[Offset]] = {kind.name: kind for kind in (Generalisation, Excess, Shrinkage)}
 """The offsets, by their names in a config."""

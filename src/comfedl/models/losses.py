@@ -276,6 +276,25 @@ OWN_LOSSES: dict[str, type[Loss]] = {loss.name: loss for loss in (CrossEntropy, 
 """Losses with arguments, by the name used in a config."""
 
 
+@dataclass(frozen=True)
+class Squared(Loss):
+    """The square of another loss, sample by sample, from whose mean the loss's variance follows."""
+
+    of: LossFunction
+
+    name: ClassVar[str] = "squared"
+    like: ClassVar[str] = "mse"
+
+    def per_sample(self, output: Tensor, y: Tensor) -> Tensor:
+        each = per_sample_form(self.of)
+        if each is None:
+            raise ConfigError(
+                f"The offset Shrinkage needs the loss of each sample, but of {self.of!r} only the mean is known; use a "
+                "loss by its name, or a subclass of cf.Loss with per_sample."
+            )
+        return each(output, y).square()
+
+
 def is_balanced(loss: object) -> bool:
     """Whether a loss needs all clients' labels to be resolved."""
     return "balanced" in (getattr(loss, "class_weights", None), getattr(loss, "positive_weight", None))
