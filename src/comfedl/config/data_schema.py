@@ -222,7 +222,8 @@ class DataTable(NamedTable):
     def sample_spec(self, seed: int, loss: str, encoding: Encoding | None) -> SampleSpec:
         """What a model needs to know of the data, which are loaded only if nothing else tells."""
         if not self._is_user_data and loss == "cross_entropy":
-            return SampleSpec(SOURCES[self.name].shape, self._class_count, torch.float32)
+            source = SOURCES[self.name]
+            return SampleSpec(source.shape, self._class_count, getattr(torch, source.dtype))
         if encoding is not None and encoding.columns:
             outputs = len(encoding.classes) if loss == "cross_entropy" else 1
             return SampleSpec(encoding.shape, outputs, torch.float32)
