@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +167,9 @@ def adapted_bert() -> nn.Module:
     config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=16, **sizes)
     bert = transformers.BertForSequenceClassification(config)
     adapters = peft.LoraConfig("SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"])
-    found: nn.Module = peft.get_peft_model(bert, adapters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft asks for what transformers deprecates
+        found: nn.Module = peft.get_peft_model(bert, adapters)
     return found
 
 

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 import comfedl as cf
-from comfedl.cli.main import app
+from comfedl.cli import main
 from comfedl.config.schema import parse_config, run_config
 from comfedl.training import checkpoint
 from comfedl.training.callbacks import Callback
@@ -95,19 +94,25 @@ def saved(name: str, out: Path) -> cf.Result:
     return run_config(parse_config(settings), out=out)
 
 
+def command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["comfedl", *words])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    return int(end.value.code or 0)
+
+
 def write(x: Any, file: Path) -> None:
     named = x if isinstance(x, dict) else {f"x{k}": part for k, part in enumerate(x)}
     np.savez(file, **{key: part.numpy() for key, part in named.items()})
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_command_predicts(name: str, tmp_path: Path) -> None:
+def test_the_command_predicts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = saved(name, tmp_path / "run")
     x, _ = CASES[name].data().train["c"]
     write(x, tmp_path / "new.npz")
     words = ["predict", str(tmp_path / "run"), str(tmp_path / "new.npz"), "--client", "b", "--trust"]
-    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "p.csv")])
-    assert done.exit_code == 0, done.output
+    assert command([*words, "--out", str(tmp_path / "p.csv")], monkeypatch) == 0
     rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     assert len(rows) == samples.count(x)
     module = result.to_module("b")
@@ -127,7 +132,9 @@ def test_the_command_predicts(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, values.double(), rtol=1e-5, atol=1e-6)
 
 
-def test_the_command_evaluates_and_personalises_a_file_of_several_inputs(tmp_path: Path) -> None:
+def test_the_command_evaluates_and_personalises_a_file_of_several_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = saved("dict", tmp_path / "run")
     x, y = CASES["dict"].data().train["c"]
     np.savez(tmp_path / "new.npz", y=y.numpy(), **{key: part.numpy() for key, part in x.items()})
@@ -140,8 +147,7 @@ def test_the_command_evaluates_and_personalises_a_file_of_several_inputs(tmp_pat
         right = (result.to_module()(**x)["logits"].argmax(dim=1) == y).double().mean()
     assert row["accuracy"] == pytest.approx(float(right))
     words = ["personalise", run, "--data", file, "--steps", "3", "--lr", "0.1", "--trust"]
-    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "own.safetensors")])
-    assert done.exit_code == 0, done.output
+    assert command([*words, "--out", str(tmp_path / "own.safetensors")], monkeypatch) == 0
     assert (tmp_path / "own.safetensors").exists()
 
 

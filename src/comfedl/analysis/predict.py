@@ -66,7 +66,7 @@ def predict(
     else:
         output, used = _apply_own(run, learner, to_state, samples, data, client_column)
         models = {"model": used}
-    bad = torch.stack([~part.isfinite().flatten(1).all(dim=1) for part in output.values()]).any(dim=0)
+    bad = torch.stack([~part.isfinite().reshape(len(part), -1).all(dim=1) for part in output.values()]).any(dim=0)
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
         raise DataError(
