@@ -1,8 +1,9 @@
 """Augmentation: training images are shifted at random as batches are drawn, evaluation sees them as they are.
 
 For anyone with few images per site: a transform changes batches, not data, and draws from a generator with a key of its
-own, so runs resume and repeat exactly. Ten sites have about 20 digits each to train on. Expect shifts by one pixel to
-help the mean, and noise of one's own to change little. Test data, mean over three seeds.
+own, so runs resume and repeat exactly. Ten sites have about 20 digits each to train on. Expect noise to help a little,
+and shifts to hurt a lot: these digits fill their 8x8 pixels, so a shift cuts them off and adds what the test data never
+have. Test data, mean over three seeds.
 """
 
 import numpy as np

@@ -17,7 +17,11 @@ import comfedl as cf
 from helpers import gallery, notebook
 from helpers.pages import Shown, difference
 
-SLOW = {"flower_local.py": [pytest.mark.slow], "adult_as_it_comes.py": [pytest.mark.download]}
+SLOW = {
+    "flower_local.py": [pytest.mark.slow],
+    "adult_as_it_comes.py": [pytest.mark.download],
+    "lora.py": [pytest.mark.download],
+}
 LONGEST = 75  # lines
 PAGE = gallery.PAGE.read_text(encoding="utf-8")
 ROUNDS = re.compile(r"(?<=round )\d+|\d+(?= rounds)")  # when a run stops early: rounding may move it
@@ -34,6 +38,8 @@ def differ(written: str, printed: str) -> str:
 def test_an_example_prints_what_the_gallery_shows(script: Path) -> None:
     if script.name == "flower_local.py":
         pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
+    if script.name == "lora.py":
+        pytest.importorskip("peft", reason="peft is not installed: pip install 'comfedl[adapters]'")
     ended = gallery.run(script)
     assert ended.returncode == 0, ended.stderr
     if script.name not in SLOW:
