@@ -17,11 +17,8 @@ import comfedl as cf
 from helpers import gallery, notebook
 from helpers.pages import Shown, difference
 
-SLOW = {
-    "flower_local.py": [pytest.mark.slow],
-    "adult_as_it_comes.py": [pytest.mark.download],
-    "lora.py": [pytest.mark.download],
-}
+DOWNLOADS = ("adult_as_it_comes.py", "lora.py")
+SLOW = {"flower_local.py": [pytest.mark.slow], **dict.fromkeys(DOWNLOADS, [pytest.mark.download])}
 LONGEST = 75  # lines
 PAGE = gallery.PAGE.read_text(encoding="utf-8")
 ROUNDS = re.compile(r"(?<=round )\d+|\d+(?= rounds)")  # when a run stops early: rounding may move it
