@@ -18,7 +18,7 @@ from helpers import gallery, notebook
 from helpers.pages import Shown, difference
 
 DOWNLOADS = ("adult_as_it_comes.py", "lora.py")
-SLOW = {"flower_local.py": [pytest.mark.slow], **dict.fromkeys(DOWNLOADS, [pytest.mark.download])}
+SLOW = {"flower_local.py": [pytest.mark.slow], **{name: [pytest.mark.download] for name in DOWNLOADS}}
 LONGEST = 75  # lines
 PAGE = gallery.PAGE.read_text(encoding="utf-8")
 ROUNDS = re.compile(r"(?<=round )\d+|\d+(?= rounds)")  # when a run stops early: rounding may move it
