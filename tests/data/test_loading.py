@@ -382,6 +382,8 @@ def test_classes_that_are_not_there(classes: object, monkeypatch: pytest.MonkeyP
         ("adult", "native-country", 41, {"Holand-Netherlands": (1, 0, 0)}),
         ("flights", None, 16, {"OO": (17, 6, 6), "UA": (34670, 11556, 11556)}),
         ("flights", "origin", 3, {}),
+        ("shakespeare", None, 36, {}),
+        ("shakespeare", "speaker", 1012, {}),
     ],
 )
 def test_natural_clients_of_the_real_data(
@@ -396,6 +398,8 @@ def test_natural_clients_of_the_real_data(
         i = fed.names.index(client)
         assert tuple(int(split.sizes[i]) for split in (fed.train, fed.validation, fed.test)) == expected
     data = SOURCES[name]
+    if data.dtype == "int64":  # ids, which these models do not take
+        return
     for model in ("logistic", "mlp"):
         net = cf.models.build(model, data.shape, data.classes, seed=0)
         result = cf.fit(net, fed, cf.ComFedL(outer=cf.KL(0.5), lr=0.1, batch_size=50), rounds=5)

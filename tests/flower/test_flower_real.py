@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import signal
@@ -279,6 +280,32 @@ def test_sites_fail_in_every_way_and_come_back(trial: LocalTrial) -> None:
     assert weights[5, second] == 0  # its reply was refused
     assert weights[6, first] > 0 and weights[6, second] > 0 and weights[6, third] > 0
     assert json.loads((trial.out / "summary.json").read_text())["rounds"] == 6
+
+
+def test_adapters_of_a_transformer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the adapters travel and are saved; the sites build the frozen model themselves."""
+    pytest.importorskip("peft", reason="needs the extra adapters")
+    code = str(Path(__file__).parents[1])  # for the sites, which import the model
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([code, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    settings = config(
+        data={"name": "helpers.inputs:for_config", "case": "lora"},
+        model={"name": "helpers.inputs:lora"},
+        algorithm={"name": "ditto", "batch_size": 4},
+        save_frozen=False,
+    )
+    made = LocalTrial(settings, 3, tmp_path, tmp_path / "run")
+    with made.daemons:
+        made.start_link()
+        for site in made.sites:
+            made.start_node(site)
+        made.wait(made.submit(), LONG)
+    assert left_over(made.daemons.tag) == []
+    expected, found = run_config(settings), load_file(tmp_path / "run" / "model.safetensors")
+    trained = {name for name in expected.params if "lora" in name or "classifier" in name}
+    assert found.keys() >= trained - {name for name in trained if "original_module" in name}
+    assert not any("embeddings.word" in name for name in found)  # but its buffers are there
+    for name, part in found.items():
+        torch.testing.assert_close(part, expected.params[name], rtol=0, atol=1e-6)
 
 
 # An app written by ``comfedl flower new``, run with the commands of its README.

@@ -19,9 +19,8 @@ from comfedl.flower.registry import read_shape
 from comfedl.flower.server import serve
 from comfedl.utils import samples, tree
 from helpers.in_process import alone, grid_of
-from helpers.inputs import CASES, rolled
+from helpers.inputs import CASES, MODELS, rolled
 
-MODELS = {"dict": "dict_net", "lstm": "recurrent", "transformer": "attending", "two outputs": "two_outputs"}
 LOSSES = {"two outputs": {"loss": "helpers.inputs:both_losses", "metrics": ["helpers.inputs:hits"]}}
 METHODS = {
     "robust": {"name": "robust", "gamma": 0.3},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -147,10 +149,34 @@ def hits(output: Both, y: dict[str, Tensor]) -> float:
     return float((output.kind.argmax(dim=1) == y["kind"]).double().mean())
 
 
+def sentences() -> cf.FederatedData:
+    """A class of each sentence, under the names that Hugging Face's models take."""
+
+    def make(size: int, source: torch.Generator) -> Any:
+        ids, mask = tokens(size, source)
+        return {"input_ids": ids, "attention_mask": mask.long()}, (ids[:, 0] > 3).long()
+
+    return federated(make)
+
+
+def adapted_bert() -> nn.Module:
+    """A frozen BERT from a config with adapters: nothing is fetched."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra adapters")
+    peft = pytest.importorskip("peft", reason="needs the extra adapters")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=16, **sizes)
+    bert = transformers.BertForSequenceClassification(config)
+    adapters = peft.LoraConfig("SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft asks for what transformers deprecates
+        found: nn.Module = peft.get_peft_model(bert, adapters)
+    return found
+
+
 @dataclass(frozen=True)
 class Case:
     data: Callable[[], cf.FederatedData]
-    module: type[nn.Module]
+    module: Callable[[], nn.Module]
     loss: Any = "cross_entropy"
     metrics: Any = None
 
@@ -167,13 +193,27 @@ CASES = {
     "lstm": Case(next_words, Recurrent),
     "transformer": Case(next_words, Attending, metrics=["f1"]),
     "two outputs": Case(two_targets, TwoOutputs, both_losses, {"hits": hits}),
+    "lora": Case(sentences, adapted_bert),
 }
 
 # By name, for configs.
 
 
-def for_config(seed: int = 0) -> cf.FederatedData:
-    return next_words()
+MODELS = {
+    "dict": "dict_net",
+    "lstm": "recurrent",
+    "transformer": "attending",
+    "two outputs": "two_outputs",
+    "lora": "lora",
+}
+
+
+def for_config(seed: int = 0, case: str = "lstm") -> cf.FederatedData:
+    return CASES[case].data()
+
+
+def lora(shape: Any, classes: int) -> nn.Module:
+    return adapted_bert().to(F64)
 
 
 def dict_net(shape: Any, classes: int) -> nn.Module:

@@ -17,7 +17,8 @@ import comfedl as cf
 from helpers import gallery, notebook
 from helpers.pages import Shown, difference
 
-SLOW = {"flower_local.py": [pytest.mark.slow], "adult_as_it_comes.py": [pytest.mark.download]}
+DOWNLOADS = ("adult_as_it_comes.py", "lora.py")
+SLOW = {"flower_local.py": [pytest.mark.slow], **{name: [pytest.mark.download] for name in DOWNLOADS}}
 LONGEST = 75  # lines
 PAGE = gallery.PAGE.read_text(encoding="utf-8")
 ROUNDS = re.compile(r"(?<=round )\d+|\d+(?= rounds)")  # when a run stops early: rounding may move it
@@ -34,6 +35,8 @@ def differ(written: str, printed: str) -> str:
 def test_an_example_prints_what_the_gallery_shows(script: Path) -> None:
     if script.name == "flower_local.py":
         pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
+    if script.name == "lora.py":
+        pytest.importorskip("peft", reason="peft is not installed: pip install 'comfedl[adapters]'")
     ended = gallery.run(script)
     assert ended.returncode == 0, ended.stderr
     if script.name not in SLOW:

@@ -18,9 +18,10 @@ from comfedl.analysis.read_runs import read_run
 from comfedl.config.build import without_imports
 from comfedl.config.data_schema import SampleSpec
 from comfedl.config.schema import Config, parse_config
-from comfedl.core.learner import Params
+from comfedl.core.learner import Learner, Params, chunks
 from comfedl.data.tabular import Encoding
 from comfedl.models.functional import with_tensors
+from comfedl.models.outputs import joined
 from comfedl.training import checkpoint
 from comfedl.training.client_table import ClientTable
 from comfedl.training.personal_models import NAMES, PersonalModels, file_name
@@ -29,6 +30,7 @@ from comfedl.training.run_folder import recover_replaced
 from comfedl.utils import checks, read_back
 from comfedl.utils.errors import ConfigError, RunFolderError, nearest
 from comfedl.utils.read_back import read_object, read_rows, read_toml, unreadable
+from comfedl.utils.samples import Samples, count
 
 Settings = dict[str, Any]
 
@@ -73,14 +75,35 @@ class SavedRun:
         return self._sample_spec.outputs
 
     @property
-    def input_dtype(self) -> torch.dtype:
-        """The dtype of the training inputs."""
+    def input_dtype(self) -> Any:
+        """The dtype of the training inputs; for several tensors a tuple or dict of dtypes."""
         return self._sample_spec.dtype
 
     @cached_property
     def _sample_spec(self) -> SampleSpec:
         config = self.settings
         return config.data.sample_spec(config.seed, config.loss_name, self.encoding)
+
+    @property
+    def input_shape(self) -> Any:
+        """The shape of one training input; for several tensors a tuple or dict of shapes."""
+        return self._sample_spec.shape
+
+    def predict(self, x: Samples, client: str | None = None) -> Any:
+        """The model's output for new samples, x as in training: of the global model or of a client's personal one.
+
+        It is what the model returns, such as logits, without a gradient; of a dict or dataclass, with the parts of all
+        samples joined.
+        """
+        learner, module = Learner(self.module), self.to_module(client)
+        params = {name: part.detach() for name, part in module.named_parameters()}
+        outputs, sizes = [], []
+        with torch.no_grad():
+            for part, _ in chunks((x, x)):
+                output, _ = learner.output(params, dict(module.named_buffers()), part, train=False)
+                outputs.append(output)
+                sizes.append(count(part))
+        return joined(outputs, sizes)
 
     @property
     def settings(self) -> Config:

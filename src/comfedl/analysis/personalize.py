@@ -15,7 +15,7 @@ from comfedl.core.learner import Model
 from comfedl.core.objectives import LocalLoss
 from comfedl.data.from_tables import Shares
 from comfedl.training.personal_models import model_bytes
-from comfedl.utils import checks, rng
+from comfedl.utils import checks, rng, samples
 from comfedl.utils.errors import DataError
 from comfedl.utils.files import write_atomic
 
@@ -61,13 +61,14 @@ def personalize(
     labels = torch.zeros(len(y), dtype=torch.int64) if y.is_floating_point() or y.ndim > 1 else y
     parts = Shares(held_out, 0.0, seed).split_rows(data.stem, labels.numpy())
     if not len(parts["validation"]):
-        raise DataError(f"{data} has {len(x)} row{'s' if len(x) > 1 else ''}, too few to hold some out; give more.")
-    train, held = ((x[parts[name]], y[parts[name]]) for name in ("train", "validation"))
+        raise DataError(f"{data} has {len(y)} row{'s' if len(y) > 1 else ''}, too few to hold some out; give more.")
+    chosen = (torch.from_numpy(parts[name]) for name in ("train", "validation"))
+    train, held = ((samples.select(x, rows), y[rows]) for rows in chosen)
     start = to_state(run.tensors)
     batches = [train] * steps
-    if algorithm.batch_size is not None and algorithm.batch_size < len(train[0]):
-        rows = rng.subsets([rng.key(seed, "personalise")], [len(train[0])], steps, algorithm.batch_size)[0]
-        batches = [(train[0][row], train[1][row]) for row in torch.from_numpy(rows)]
+    if algorithm.batch_size is not None and algorithm.batch_size < len(train[1]):
+        rows = rng.subsets([rng.key(seed, "personalise")], [len(train[1])], steps, algorithm.batch_size)[0]
+        batches = [(samples.select(train[0], row), train[1][row]) for row in torch.from_numpy(rows)]
     frozen = {name for name, part in run.module.named_parameters() if not part.requires_grad}
     trainable = {name: part for name, part in start["params"].items() if name not in frozen}
     with model_errors(data):
@@ -80,4 +81,4 @@ def personalize(
     if not all(part.isfinite().all() for part in model["params"].values()):
         raise DataError(f"Adapting with lr = {lr:g} diverged (NaN or infinity); give a smaller --lr.")
     write_atomic(out, model_bytes(model))
-    return Personalized(model, before, after, len(train[0]), len(held[0]), lr, steps)
+    return Personalized(model, before, after, len(train[1]), len(held[1]), lr, steps)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +19,14 @@ from comfedl.core.learner import Learner, Model, Params, chunks
 from comfedl.data.from_tables import rows_by_name
 from comfedl.data.table import Table
 from comfedl.data.tabular import Encoding
-from comfedl.models.losses import REGRESSIONS
+from comfedl.models.losses import REGRESSIONS, Loss
+from comfedl.models.outputs import logits
 from comfedl.utils.csv_cells import without_formulas
 from comfedl.utils.errors import ConfigError, DataError, nearest
+from comfedl.utils.samples import Samples, count
 
 Columns = Mapping[str, Sequence[str]]
+Outputs = Mapping[str, Tensor]
 GLOBAL = "global"  # the model of a row whose client has none
 
 
@@ -30,7 +34,7 @@ class NewSamples(NamedTuple):
     """Samples to predict: their names, the model's inputs, and the table that they come from, if it is one."""
 
     names: Sequence[str]
-    x: Tensor
+    x: Samples
     table: Table | None
 
 
@@ -62,8 +66,9 @@ def predict(
     else:
         output, used = _apply_own(run, learner, to_state, samples, data, client_column)
         models = {"model": used}
-    if not bool(output.isfinite().all()):
-        row = int((~output.isfinite()).reshape(len(output), -1).any(dim=1).nonzero()[0])
+    bad = torch.stack([~part.isfinite().reshape(len(part), -1).all(dim=1) for part in output.values()]).any(dim=0)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
         raise DataError(
             f"The model's output for {samples.names[row]!r} of {data} is NaN or infinite; check this sample's values."
         )
@@ -101,13 +106,28 @@ def _kept(run: SavedRun, samples: NewSamples, data: Path, keep: Sequence[str] | 
     return {name: table.written(name) for name in names}
 
 
-def _apply(learner: Learner, state: Model, x: Tensor, data: Path) -> Tensor:
-    outputs = []
+def _apply(learner: Learner, state: Model, x: Samples, data: Path) -> Outputs:
+    """What the model returns for all samples: one tensor, or its logits, under the name "", else its parts by name."""
+    found: list[Outputs] = []
     with torch.no_grad(), model_errors(data):
         for part, _ in chunks((x, x)):
             output, _ = learner.output(state["params"], state["buffers"], part, train=False)
-            outputs.append(output)
-    return torch.cat(outputs).double()
+            found.append(_parts(output, count(part)))
+    return {name: torch.cat([each[name] for each in found]).double() for name in found[0]}
+
+
+def _parts(output: Any, size: int) -> Outputs:
+    """The tensors of an output that have a row for each sample."""
+    known = logits(output)
+    if isinstance(known, Tensor):
+        return {"": known}
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        output = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    pairs = output.items() if isinstance(output, Mapping) else enumerate(output, start=1)
+    rows = {str(name): part for name, part in pairs if isinstance(part, Tensor) and part.ndim and len(part) == size}
+    if not rows:
+        raise DataError(f"The model returns a {type(output).__name__} of which no tensor has a row for each sample.")
+    return rows
 
 
 def _apply_own(
@@ -117,19 +137,19 @@ def _apply_own(
     samples: NewSamples,
     data: Path,
     column: str,
-) -> tuple[Tensor, Sequence[str]]:
+) -> tuple[Outputs, Sequence[str]]:
     """Apply each row's own client's model; return the outputs, and the client whose model it was."""
     if samples.table is None:
         raise ConfigError(f"--client-column names a column, but {data} is not a table; give --client instead.")
     names = np.array(samples.table.texts(column), dtype=object)
     known, used = {*run.clients}, np.full(len(names), GLOBAL, dtype=object)
-    output: Tensor | None = None
+    output: dict[str, Tensor] = {}
     for name, rows in rows_by_name(np.where([name in known for name in names], names, "")).items():
         state = to_state(run.personal(name) if name in known else run.tensors)
         found = _apply(learner, state, samples.x[torch.from_numpy(rows)], data)
-        if output is None:
-            output = found.new_zeros((len(names), *found.shape[1:]))
-        output[torch.from_numpy(rows)] = found
+        for part, values in found.items():
+            whole = output.setdefault(part, values.new_zeros((len(names), *values.shape[1:])))
+            whole[torch.from_numpy(rows)] = values
         used[rows] = name if name in known else GLOBAL
     strangers = sorted({*names.tolist()} - known)
     if strangers:
@@ -141,12 +161,19 @@ def _apply_own(
             "%s: the clients of %d of %d rows are not clients of this run (%s); they get the global model.",
             data.name, count, len(names), shown,
         )  # fmt: skip
-    assert output is not None
     return output, used.tolist()
 
 
-def _predictions(run: SavedRun, output: Tensor) -> Columns:
-    """The predicted values, or the labels and their probabilities."""
+def _predictions(run: SavedRun, outputs: Outputs) -> Columns:
+    """The predicted values, or the labels and their probabilities; of several outputs, their numbers as they are."""
+    own = run.settings.loss_name != run.settings.loss and not isinstance(run.settings.make_loss(), Loss)
+    if [*outputs] != [""] or (own and outputs[""].ndim > 2):
+        return {
+            f"{name or 'output'} {k}" if part[0].numel() > 1 else name: [f"{value:.7g}" for value in column]
+            for name, part in outputs.items()
+            for k, column in enumerate(part.flatten(1).T.tolist() if part.ndim > 1 else [part.tolist()], start=1)
+        }
+    output = outputs[""]
     loss, encoding = run.settings.loss_name, run.encoding or Encoding()
     if loss in REGRESSIONS:
         values = output.reshape(len(output), -1) * encoding.scale + encoding.mean
@@ -155,6 +182,13 @@ def _predictions(run: SavedRun, output: Tensor) -> Columns:
             f"prediction {k + 1}" if several else "prediction": [f"{value:.7g}" for value in column]
             for k, column in enumerate(values.T.tolist())
         }
+    if loss == "bce" and output[0].numel() > 1:
+        likely = [*enumerate(torch.sigmoid(output.flatten(1)).T.tolist(), start=1)]
+        decided = {f"prediction {k}": [str(int(p > 0.5)) for p in of] for k, of in likely}
+        return decided | {f"probability {k}": [f"{p:.6f}" for p in of] for k, of in likely}
+    if output.ndim > 2:  # of a sequence: the likeliest class at each position
+        likeliest = output.argmax(dim=-1).flatten(1).T.tolist()
+        return {f"prediction {k}": [str(label) for label in of] for k, of in enumerate(likeliest, start=1)}
     if loss == "bce":
         positive = torch.sigmoid(output.reshape(len(output)))
         probabilities = torch.stack([1 - positive, positive], dim=1)

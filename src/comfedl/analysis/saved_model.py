@@ -19,8 +19,9 @@ from comfedl.data.tabular import Encoding
 from comfedl.models.losses import Loss, is_balanced
 from comfedl.training.arguments import make_learner
 from comfedl.training.run_folder import read_digest
-from comfedl.utils import tree
+from comfedl.utils import samples, tree
 from comfedl.utils.errors import ComfedlError, ConfigError, DataError
+from comfedl.utils.samples import Samples
 
 logger = logging.getLogger("comfedl")
 
@@ -74,7 +75,7 @@ def model_errors(source: Path | str) -> Iterator[None]:
         raise DataError(f"The model cannot be applied to the samples of {source} ({error}).") from None
 
 
-def read_inputs(run: SavedRun, data: Path) -> tuple[list[str], Tensor]:
+def read_inputs(run: SavedRun, data: Path) -> tuple[list[str], Samples]:
     """The name of each sample of a file or folder, and the model's inputs."""
     encoding = run.encoding or Encoding()
     if encoding.columns:
@@ -92,17 +93,34 @@ def read_inputs(run: SavedRun, data: Path) -> tuple[list[str], Tensor]:
         if data.suffix.lower() not in (".npz", ".safetensors"):
             raise DataError(
                 f"{data} cannot be used: the run was not trained on a table but on arrays; give an .npz or "
-                ".safetensors file with an array x."
+                ".safetensors file with an array x, or one for each of the model's inputs."
             )
-        (x,) = read_arrays(data, ["x"])
-        names = [str(row + 1) for row in range(len(x))]
-        trained_on = run.input_dtype
-        if not trained_on.is_floating_point:  # indices, say of an nn.Embedding: they must stay integers
-            if x.is_floating_point():
-                kind = str(trained_on).removeprefix("torch.")
-                raise DataError(f"x of {data} has floating-point numbers, but the model was trained on {kind}.")
-            return names, x.to(trained_on)
+        arrays = _read_each(run, data)
+        return [str(row + 1) for row in range(samples.count(arrays))], arrays
     return names, x.to(float_dtype(run))
+
+
+def _read_each(run: SavedRun, data: Path) -> Samples:
+    """The array x of a file, or one for each of the model's inputs: by name, or x0, x1 and so on by position."""
+    trained_on = run.input_dtype
+    keys = list(trained_on) if isinstance(trained_on, dict) else None
+    if isinstance(trained_on, tuple):
+        keys = [f"x{k}" for k in range(len(trained_on))]
+    kinds = [trained_on] if keys is None else [*tree.leaves(trained_on)]
+    found: dict[str, Tensor] = {}
+    for name, array, kind in zip(keys or ["x"], read_arrays(data, keys or ["x"]), kinds, strict=True):
+        # Indices, say of an nn.Embedding, and masks must stay what they are.
+        if not kind.is_floating_point and array.is_floating_point():
+            wanted = str(kind).removeprefix("torch.")
+            raise DataError(f"{name} of {data} has floating-point numbers, but the model was trained on {wanted}.")
+        found[name] = array.to(float_dtype(run) if kind.is_floating_point else kind)
+    lengths = {name: len(array) for name, array in found.items()}
+    if len({*lengths.values()}) > 1:
+        given = ", ".join(f"{length} rows in {name}" for name, length in lengths.items())
+        raise DataError(f"{data} has {given}; give as many of each.")
+    if keys is None:
+        return found["x"]
+    return found if isinstance(trained_on, dict) else tuple(found.values())
 
 
 def read_rows(encoding: Encoding, data: Path, labelled: bool = False) -> Table:
@@ -113,7 +131,7 @@ def read_rows(encoding: Encoding, data: Path, labelled: bool = False) -> Table:
     return table
 
 
-def read_labelled(run: SavedRun, data: Path) -> tuple[Tensor, Tensor, Table | None]:
+def read_labelled(run: SavedRun, data: Path) -> tuple[Samples, Tensor, Table | None]:
     """Inputs and y in the form of training, and the table if the data are one."""
     encoding, table = run.encoding or Encoding(), None
     if encoding.columns:
@@ -129,6 +147,6 @@ def read_labelled(run: SavedRun, data: Path) -> tuple[Tensor, Tensor, Table | No
     else:
         x = read_inputs(run, data)[1]
         (y,) = read_arrays(data, ["y"])
-    if len(x) != len(y):
-        raise DataError(f"{data} has {len(x)} samples in x but {len(y)} in y; give one y for each x.")
+    if samples.count(x) != len(y):
+        raise DataError(f"{data} has {samples.count(x)} samples in x but {len(y)} in y; give one y for each x.")
     return x, y.to(float_dtype(run)) if y.is_floating_point() else y.long(), table

@@ -19,7 +19,7 @@ from comfedl.data.partition import IID, PARTITIONS, Natural, Partition
 from comfedl.data.registry import SOURCES
 from comfedl.data.tabular import Encoding
 from comfedl.models.losses import REGRESSIONS
-from comfedl.utils import checks
+from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.samples import first
 from comfedl.utils.toml import describe
@@ -38,11 +38,11 @@ class NamedTable(BaseModel):
 
 
 class SampleSpec(NamedTuple):
-    """The shape and dtype of one input, and the number of outputs that a model needs."""
+    """The shape and dtype of one input, each a tuple or dict of several inputs, and how many outputs a model needs."""
 
-    shape: tuple[int, ...]
+    shape: Any
     outputs: int
-    dtype: torch.dtype
+    dtype: Any
 
 
 def csv(
@@ -222,12 +222,13 @@ class DataTable(NamedTable):
     def sample_spec(self, seed: int, loss: str, encoding: Encoding | None) -> SampleSpec:
         """What a model needs to know of the data, which are loaded only if nothing else tells."""
         if not self._is_user_data and loss == "cross_entropy":
-            return SampleSpec(SOURCES[self.name].shape, self._class_count, torch.float32)
+            source = SOURCES[self.name]
+            return SampleSpec(source.shape, self._class_count, getattr(torch, source.dtype))
         if encoding is not None and encoding.columns:
             outputs = len(encoding.classes) if loss == "cross_entropy" else 1
             return SampleSpec(encoding.shape, outputs, torch.float32)
         fed = self.make_data(seed, loss=loss)
-        return SampleSpec(fed.train.shape, self.outputs(fed, loss), first(fed.train.x).dtype)
+        return SampleSpec(fed.train.shape, self.outputs(fed, loss), tree.map(lambda part: part.dtype, fed.train.x))
 
     def outputs(self, fed: FederatedData, loss: str) -> int:
         """The number of outputs that a model needs: one per class, or one per number in y."""

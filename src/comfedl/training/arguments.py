@@ -31,7 +31,7 @@ from comfedl.models.metrics import (
     match_shapes,
     requested_metrics,
 )
-from comfedl.models.outputs import IGNORED, is_sequence, logits, mean_of, model_loss
+from comfedl.models.outputs import IGNORED, is_sequence, logits, mean_of, model_loss, share
 from comfedl.utils import checks, samples
 from comfedl.utils.errors import ConfigError, DataError
 from comfedl.utils.samples import Samples
@@ -192,6 +192,7 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
     else:
         _check_classes_first(learner.loss_function, output, y)
         _check_own(learner, whole, y)
+        _check_some_count(learner.loss_function, data)
     if isinstance(learner.loss_function, Loss):
         outputs = output.shape[-1] if isinstance(output, Tensor) else 0
         learner.loss_function = learner.loss_function.resolved(data.train.y, outputs)
@@ -237,6 +238,22 @@ def _check_own(learner: Learner, output: Any, y: Samples) -> None:
             f"The loss returned {given}, but it must return the mean loss of a batch, a tensor with one "
             "number; end it with .mean()."
         )
+
+
+def _check_some_count(loss: object, data: FederatedData) -> None:
+    """Check that for torch's own cross-entropy some target of each client counts: the mean over none is NaN."""
+    if not isinstance(loss, nn.CrossEntropyLoss) or not isinstance(data.train.y, Tensor):
+        return
+    for name in ("train", "validation", "test", "outer"):
+        split = data.split(name, instead="none")
+        for i, client in enumerate(() if split is None else split.names):
+            assert split is not None
+            targets = split.samples_of(i)[1]
+            if len(targets) and not share(loss, targets):
+                raise DataError(
+                    f"No target of client {client!r} in {name} counts for {loss!r}: all are {loss.ignore_index} or of "
+                    "classes with a weight of 0, so there is nothing to predict; give it some, or leave it out."
+                )
 
 
 def _like(loss: object) -> str | None:

@@ -109,7 +109,8 @@ def _obstacle(learner: Learner, data: FederatedData, steps: Iterable[Step]) -> s
     classifies = METRICS["accuracy"].function in learner.metrics.values()  # as with a user's loss on sequences
     if data.train.y.ndim > 1 and (classifies or _like_cross_entropy(learner.loss_function)):
         return "the targets are sequences, of which some may not count"
-    if learner.loss_function is functional.cross_entropy and any(_negative(data, name) for name in ("train", "outer")):
+    torchs = learner.loss_function is functional.cross_entropy or isinstance(learner.loss_function, nn.CrossEntropyLoss)
+    if torchs and any(_negative(data, name) for name in SPLITS):
         return "there are negative labels, which cross_entropy ignores in its mean"
     return None
 
