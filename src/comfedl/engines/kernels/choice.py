@@ -19,6 +19,7 @@ from comfedl.data.federated import FederatedData
 from comfedl.engines.kernels import dense
 from comfedl.engines.kernels.allocator import keep_freed_memory
 from comfedl.engines.kernels.channels_last import ChannelsLast, convolves
+from comfedl.engines.kernels.products import FastProducts, gains
 from comfedl.engines.stacked import Stacked, Vmapped
 from comfedl.models.losses import MAPPED, Loss, LossFunction, per_sample_form
 from comfedl.models.metrics import METRICS, MetricFunction, is_whole
@@ -61,7 +62,7 @@ def accelerate(
     if keep_bytes:
         keep_freed_memory(keep_bytes)
     module = learner.module
-    one = ChannelsLast(learner) if module is not None and convolves(module) else learner
+    one = _one(learner)
     known = all(map(_is_known, (learner.loss_function, *learner.metrics.values())))
     safe = module is not None and known and all(type(layer) in NOISELESS for layer in module.modules())
     safe = safe and all(step.elementwise for step in steps.values())
@@ -84,6 +85,15 @@ def accelerate(
     if module is not None and len(data) > 1 and _not_stacked(module, data) is None:
         logger.warning("Clients run one after another, although this model could run many at once: %s.", against)
     return Accelerated(one, None, f"serial: {against}", safe)
+
+
+def _one(learner: Learner) -> Learner:
+    """The learner for one client."""
+    if learner.module is None:
+        return learner
+    if convolves(learner.module):
+        return ChannelsLast(learner)
+    return FastProducts(learner) if gains(learner.module) else learner
 
 
 def _is_known(function: MetricFunction | None) -> bool:
