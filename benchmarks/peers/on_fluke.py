@@ -40,7 +40,8 @@ def run(work: Work, pace: Pace) -> None:
 
         def assign(self, n_clients: int, batch_size: int) -> Any:
             loaders = [
-                FastDataLoader(x, y, num_labels=work.classes, batch_size=batch_size, shuffle=True) for x, y in parts(work)
+                FastDataLoader(x, y, num_labels=work.classes, batch_size=batch_size, shuffle=True)
+                for x, y in parts(work)
             ]
             return (loaders, [None] * n_clients), None
 

@@ -1,14 +1,14 @@
 """Which learners run the clients' steps: many clients at once where that is faster, else one after another.
 
-The choice depends on the model, the loss, the method and the data, never on timing: a run takes the same path on every
-machine.
+The choice depends on the model, the loss, the method and the data, never on timing. One detail depends on the machine:
+``products.py`` is for processors with AVX-512, much as torch's own libraries choose their kernels by processor.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -42,13 +42,14 @@ NOISELESS = {
 class Accelerated(NamedTuple):
     """The learner for one client, the learner for many at once if there is one, and the reason.
 
-    ``thread_safe``: they do not use torch's global generator, so clients may run on several threads.
+    ``thread_safe``: they do not use torch's global generator, so clients may run on several threads. If that is
+    "unknown", it is to be seen from a run of each step (``purity.py``).
     """
 
     one: Learner
     many: Stacked | None
     reason: str
-    thread_safe: bool
+    thread_safe: bool | Literal["unknown"]
 
 
 def accelerate(
@@ -64,8 +65,11 @@ def accelerate(
     module = learner.module
     one = _one(learner)
     known = all(map(_is_known, (learner.loss_function, *learner.metrics.values())))
-    safe = module is not None and known and all(type(layer) in NOISELESS for layer in module.modules())
-    safe = safe and all(step.elementwise for step in steps.values())
+    safe: bool | Literal["unknown"] = False
+    if module is not None and known and all(step.elementwise for step in steps.values()):
+        safe = all(type(layer) in NOISELESS for layer in module.modules())
+        if not safe and data.train.device.type == "cpu" and _noise(module) is None:
+            safe = "unknown"
     if vectorize == "serial":
         return Accelerated(one, None, "serial, as requested", safe)
     against = _obstacle(learner, data, steps.values())

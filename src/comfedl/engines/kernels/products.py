@@ -51,7 +51,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``functional.linear``, by oneDNN where that is possible and worthwhile."""
     if x.numel() * len(weight) < WORTHWHILE or not all(_is_plain(part) for part in (x, weight)):
         return functional.linear(x, weight, bias)
-    if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if (
+        torch.is_autocast_enabled("cpu")
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    ):
         return functional.linear(x, weight, bias)
     out: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias)
     return out.view(*x.shape[:-1], len(weight))
