@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -38,6 +39,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     where = "folder of the peers' environments (default $COMFEDL_BENCHMARK_VENVS, or ~/.cache/comfedl-benchmarks)"
     parser.add_argument("--venvs", type=Path, default=folder, help=where)
     parser.add_argument("--before", metavar="REV", help="also run comfedl as of this commit, beside the others")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the workloads that --out has of this commit and plan"
+    )
     parser.add_argument("--build", action="store_true", help="create the environments and exit")
     found = parser.parse_args(given)
     if found.out.exists() and not found.out.is_dir():
@@ -81,6 +85,19 @@ def checkout(commit: str | None) -> Iterator[Path | None]:
         yield Path(folder)
 
 
+def kept(out: Path, results: dict[str, Any], peers: list[str]) -> dict[str, Any]:
+    """The workloads measured by an interrupted run of the same commit, plan and peers."""
+    place = out / "peers.json"
+    if not place.exists():
+        return {}
+    old = json.loads(place.read_text())
+    same = [old["plan"] == results["plan"]]
+    same += [old["machine"][part] == results["machine"][part] for part in ("cpu", "torch", "commit")]
+    if not all(same):
+        return {}
+    return {work: found for work, found in old["works"].items() if set(found) == set(peers)}
+
+
 def run(asked: argparse.Namespace, torch: str, plan: Plan) -> int:
     peers, core = [*asked.peers, *(["before"] if plan.before else [])], plan.core
 
@@ -106,7 +123,11 @@ def run(asked: argparse.Namespace, torch: str, plan: Plan) -> int:
         "versions": {},
         "works": {},
     }
+    if asked.resume:
+        results["works"] = kept(asked.out, results, peers)
     for group in dict.fromkeys(asked.works):
+        if all(work in results["works"] for work in WORKS[group]):
+            continue
         results["works"] |= measure(WORKS[group], list(made), plan, python)
         results["versions"] = {peer: venvs.versions(peer, asked.venvs) for peer in made if PEERS[peer].requires}
         report.write(asked.out, results)  # after each workload, so that an interruption loses little
