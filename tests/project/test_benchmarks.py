@@ -135,7 +135,10 @@ def test_the_page_has_what_was_aimed_at_and_what_came_out(tmp_path: Path) -> Non
     def record(seconds: float) -> dict[str, object]:
         return {"status": "ok", "samples": [{"turn": 0, "cpu_s": seconds, "wall_s": 1.0, "rounds": 1}], "note": ""}
 
-    works = {"W5": {"ours": record(1.0), "loop": record(1.2)}, "W1": {p: record(7.0) for p in ("pfl", "loop")}}
+    works = {
+        "W5": {"ours": record(1.0), "loop": record(1.2), "pfl": record(2.0)},
+        "W1": {p: record(7.0) for p in ("pfl", "loop")},
+    }
     works["W1"]["ours"] = record(1.0)
     (tmp_path / "peers.json").write_text(json.dumps({"works": works, "machine": MACHINE}))
     for name in ("cores", "ranks"):
