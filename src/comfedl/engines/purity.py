@@ -6,6 +6,7 @@ show. So one client's step is run once beforehand, and its results are dropped.
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ def trace(learner: Learner, run: Callable[[Learner], object]) -> str | None:
 
 def generator_states() -> tuple[object, ...]:
     """The states of the global random generators of torch, Python and NumPy."""
-    return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())
+    return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), pickle.dumps(np.random.get_state())
 
 
 @contextmanager

@@ -8,6 +8,7 @@ and small products stay with torch.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,8 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         or forward_ad._current_level >= 0
     ):
         return functional.linear(x, weight, bias)
-    out: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias)
-    return out.view(*x.shape[:-1], len(weight))
+    return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
 
 def _is_plain(part: Tensor) -> bool:
@@ -93,6 +93,9 @@ def _cross(d: Tensor, x: Tensor) -> Tensor:
     if d.shape[1] <= x.shape[1]:
         return _times(d.t(), x.t())
     return _times(x.t(), d.t()).t().contiguous()
+
+
+_product: Callable[..., Tensor] = _Product.apply
 
 
 class _FastLinear(nn.Linear):
