@@ -222,6 +222,26 @@ class Remembers(Attends):
         return super().forward(x)
 
 
+class Counts(Attends):
+    """Keeps state in a tensor of its own, and in a list, both changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.per_batch = torch.zeros(()), [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count(x)
+        return super().forward(x)
+
+    def count(self, x: torch.Tensor) -> None:
+        self.seen += len(x)
+
+
+class CountsInAList(Counts):
+    def count(self, x: torch.Tensor) -> None:
+        self.per_batch[0] += len(x)
+
+
 def runs_of(model: nn.Module, algorithm: Any, caplog: pytest.LogCaptureFixture) -> tuple[list[cf.Result], str]:
     """A run on one thread and one on three, and what the log says about threads."""
     with caplog.at_level(logging.INFO, "comfedl"):
@@ -254,6 +274,8 @@ def test_a_model_of_the_users_own_runs_on_threads(
         (Draws, METHODS[0], "it draws random numbers"),
         (DrawsInPython, METHODS[0], "it draws random numbers"),
         (Remembers, METHODS[0], "the model keeps state from one batch to the next"),
+        (Counts, METHODS[0], "the model keeps state from one batch to the next"),
+        (CountsInAList, METHODS[0], "the model keeps state from one batch to the next"),
         (Attends, METHODS[2], "second derivatives of attention switch torch's kernels"),
     ],
 )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from comfedl.core.learner import Learner
 
@@ -54,23 +54,36 @@ def _restored() -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def _attributes(module: nn.Module) -> dict[tuple[str, str], tuple[object, int]]:
-    """The attributes of a module's layers, with the length of containers.
+def _attributes(module: nn.Module) -> dict[tuple[str, str], tuple[object, object]]:
+    """The attributes of a module's layers, with what changes if one is changed in place.
 
     It holds the values themselves, since a new object may get the address of one that is gone.
     """
     own = {"training", "_parameters", "_buffers", "_modules"}
     return {
-        (place, name): (value, len(value) if isinstance(value, list | dict | set) else 0)
+        (place, name): (value, _contents(value))
         for place, layer in module.named_modules()
         for name, value in vars(layer).items()
         if name not in own
     }
 
 
+def _contents(value: object) -> object:
+    """What changes if a value is changed in place: a tensor's version, an array's bytes, a container's contents."""
+    if isinstance(value, Tensor):
+        return value._version
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        return [(key, id(each), _contents(each)) for key, each in value.items()]
+    if isinstance(value, list | tuple):
+        return [(id(each), _contents(each)) for each in value]
+    return len(value) if isinstance(value, set) else None
+
+
 def _changed(
-    before: dict[tuple[str, str], tuple[object, int]], after: dict[tuple[str, str], tuple[object, int]]
+    before: dict[tuple[str, str], tuple[object, object]], after: dict[tuple[str, str], tuple[object, object]]
 ) -> bool:
     if before.keys() != after.keys():
         return True
-    return any(before[key][0] is not value or before[key][1] != size for key, (value, size) in after.items())
+    return any(before[key][0] is not value or before[key][1] != contents for key, (value, contents) in after.items())
