@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -19,12 +20,12 @@ from benchmarks.peers.driver import ROOT, Plan, measure
 from benchmarks.peers.roster import PEERS
 
 # The variants of a workload take turns.
-WORKS = {"W0": ["W0"], "W1": ["W1"], "W2": ["W2"], "W3": ["W3"], "W4": ["W4 first", "W4 exact"]}
+WORKS = {f"W{i}": [f"W{i}"] for i in range(8)} | {"W4": ["W4 first", "W4 exact"]}
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--works", nargs="+", choices=WORKS, default=["W1", "W2", "W3", "W4"], metavar="W")
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS)[1:], metavar="W")
     peers = [peer for peer in PEERS if peer != "before"]
     parser.add_argument("--peers", nargs="+", choices=peers, default=peers, metavar="PEER", help=", ".join(peers))
     parser.add_argument("--repeats", type=_whole, default=7, help="turns per peer (default 7)")
@@ -33,10 +34,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--limit", type=_positive, default=300.0, help="seconds allowed for a start or turn (default 300)"
     )
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks"), help="folder for the results")
-    folder = Path(os.environ.get("COMFEDL_BENCHMARK_VENVS", ROOT / ".benchmarks"))
-    where = "folder of the peers' environments (default $COMFEDL_BENCHMARK_VENVS, or .benchmarks)"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("COMFEDL_BENCHMARK_VENVS") or cache / "comfedl-benchmarks")
+    where = "folder of the peers' environments (default $COMFEDL_BENCHMARK_VENVS, or ~/.cache/comfedl-benchmarks)"
     parser.add_argument("--venvs", type=Path, default=folder, help=where)
     parser.add_argument("--before", metavar="REV", help="also run comfedl as of this commit, beside the others")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the workloads that --out has of this commit and plan"
+    )
     parser.add_argument("--build", action="store_true", help="create the environments and exit")
     found = parser.parse_args(given)
     if found.out.exists() and not found.out.is_dir():
@@ -80,6 +85,19 @@ def checkout(commit: str | None) -> Iterator[Path | None]:
         yield Path(folder)
 
 
+def kept(out: Path, results: dict[str, Any], peers: list[str]) -> dict[str, Any]:
+    """The workloads measured by an interrupted run of the same commit, plan and peers."""
+    place = out / "peers.json"
+    if not place.exists():
+        return {}
+    old = json.loads(place.read_text())
+    same = [old["plan"] == results["plan"]]
+    same += [old["machine"][part] == results["machine"][part] for part in ("cpu", "torch", "commit")]
+    if not all(same):
+        return {}
+    return {work: found for work, found in old["works"].items() if set(found) == set(peers)}
+
+
 def run(asked: argparse.Namespace, torch: str, plan: Plan) -> int:
     peers, core = [*asked.peers, *(["before"] if plan.before else [])], plan.core
 
@@ -105,7 +123,11 @@ def run(asked: argparse.Namespace, torch: str, plan: Plan) -> int:
         "versions": {},
         "works": {},
     }
+    if asked.resume:
+        results["works"] = kept(asked.out, results, peers)
     for group in dict.fromkeys(asked.works):
+        if all(work in results["works"] for work in WORKS[group]):
+            continue
         results["works"] |= measure(WORKS[group], list(made), plan, python)
         results["versions"] = {peer: venvs.versions(peer, asked.venvs) for peer in made if PEERS[peer].requires}
         report.write(asked.out, results)  # after each workload, so that an interruption loses little

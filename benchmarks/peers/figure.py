@@ -17,6 +17,7 @@ from benchmarks.peers.roster import PEERS
 # The palette of Okabe and Ito, safe for the colour-blind; markers differ too.
 LOOK = {
     "loop": ("#000000", "o"),
+    "loader": ("#009E73", "P"),
     "lean": ("#E69F00", "s"),
     "flwr": ("#D55E00", "^"),
     "fluke": ("#CC79A7", "D"),
@@ -38,6 +39,9 @@ TITLES = {
     "W3": "W3  four-layer CNN,\n10 clients",
     "W4 first": "W4  MAML, first order,\nthe same CNN",
     "W4 exact": "W4  MAML, exact,\nthe same CNN",
+    "W5": "W5  transformer,\n10 clients",
+    "W6": "W6  ResNet, group norm,\n10 clients",
+    "W7": "W7  character LSTM,\n10 clients",
 }
 
 

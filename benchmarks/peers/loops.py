@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.peers.pace import Pace
-from benchmarks.workloads import ADAPT, LR, STEPS, Work, build, data
+from benchmarks.workloads import ADAPT, LR, STEPS, Work, build, data, parts
 
 Batch = tuple[Tensor, Tensor]
 Rounds = tuple[nn.Module, Callable[[], None]]
@@ -18,6 +19,10 @@ Rounds = tuple[nn.Module, Callable[[], None]]
 
 def loop(work: Work, pace: Pace) -> None:
     _pace(loop_round(work), pace)
+
+
+def loader(work: Work, pace: Pace) -> None:
+    _pace(loop_round(work, loaded(work)), pace)
 
 
 def lean(work: Work, pace: Pace) -> None:
@@ -31,9 +36,9 @@ def _pace(rounds: Rounds, pace: Pace) -> None:
         pace(server.parameters)
 
 
-def loop_round(work: Work) -> Rounds:
+def loop_round(work: Work, batch: Callable[[int], Batch] | None = None) -> Rounds:
     """A model copy and an optimiser per client; exact MAML by differentiating through the inner step."""
-    server, batch = build(work), batches(work)
+    server, batch = build(work), batch or batches(work)
 
     def backward(local: nn.Module, on: Batch) -> None:
         local.zero_grad()
@@ -130,5 +135,21 @@ def batches(work: Work) -> Callable[[int], Batch]:
     def batch(client: int) -> Batch:
         rows = client * work.samples + torch.randperm(work.samples, generator=generator)[: work.batch]
         return x[rows], y[rows]
+
+    return batch
+
+
+def loaded(work: Work) -> Callable[[int], Batch]:
+    """The same by a ``DataLoader`` per client, shuffled anew in every epoch."""
+    loaders = [DataLoader(TensorDataset(x, y), work.batch, shuffle=True) for x, y in parts(work)]
+    epochs = [iter(loader) for loader in loaders]
+
+    def batch(client: int) -> Batch:
+        found = next(epochs[client], None)
+        if found is None:
+            epochs[client] = iter(loaders[client])
+            found = next(epochs[client])
+        x, y = found
+        return x, y
 
     return batch

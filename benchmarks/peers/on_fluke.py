@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.pace import Pace
-from benchmarks.workloads import ADAPT, CLASSES, LR, Work, build, parts
+from benchmarks.workloads import ADAPT, LR, Work, build, parts
 
 
 def import_torchvision() -> None:
@@ -40,7 +40,8 @@ def run(work: Work, pace: Pace) -> None:
 
         def assign(self, n_clients: int, batch_size: int) -> Any:
             loaders = [
-                FastDataLoader(x, y, num_labels=CLASSES, batch_size=batch_size, shuffle=True) for x, y in parts(work)
+                FastDataLoader(x, y, num_labels=work.classes, batch_size=batch_size, shuffle=True)
+                for x, y in parts(work)
             ]
             return (loaders, [None] * n_clients), None
 

@@ -78,7 +78,9 @@ def work_done(work: str, peer: str, peers: dict[str, dict[str, Any]]) -> str:
     if not checks["moved"] > 0:
         problems.append(f"the model moved by {checks['moved']}")
     ours = peers.get("ours", {}).get("checks", checks)["moved"]
-    if not 0.75 < checks["moved"] / ours < 1.33:  # half the rate, or a sum instead of a mean, differs more
+    if (
+        PEERS[peer].alike and not 0.75 < checks["moved"] / ours < 1.33
+    ):  # half the rate, or a sum instead of a mean, differs more
         problems.append(f"the model moved {checks['moved'] / ours:.2f} times as far as ours")
     if checks.get("apart", 0.0) > 1e-4:
         problems.append(f"{checks['apart']:.1g} away from the path that was counted")
@@ -144,7 +146,7 @@ def as_markdown(records: Records, machine: dict[str, Any]) -> str:
 
 def _cell(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
-        return {"lacks": "has no such method", "late": row["note"], "failed": "failed"}[str(row["status"])]
+        return {"lacks": "not run", "late": row["note"], "failed": "failed"}[str(row["status"])]
     text = f"{row['cpu_ms']:.3g}" if row["cpu_ms"] < 1000 else f"{row['cpu_ms']:.0f}"
     if "ratio" not in row or row["peer"] == "ours":
         return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from typing import Any
@@ -187,6 +188,120 @@ def test_noise_stays_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Noisy()
     runs = [cf.fit(model, data(), cf.FedAvg(batch_size=4), 2, engine_options={"workers": w}) for w in (1, 3)]
     assert runs[0].clients == runs[1].clients
+
+
+class Attends(nn.Module):
+    """A model of a user's own with layers that the library does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.attention(x.view(-1, 8, 8)).flatten(1))
+        return out
+
+
+class Draws(Attends):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.factor())
+
+    def factor(self) -> float:
+        return 1 + 0.1 * torch.rand(()).item()
+
+
+class DrawsInPython(Draws):
+    def factor(self) -> float:
+        return 1 + 0.1 * random.random()
+
+
+class Remembers(Attends):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.latest = x.detach()
+        return super().forward(x)
+
+
+class Counts(Attends):
+    """Keeps state in a tensor of its own, and in a list, both changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.per_batch = torch.zeros(()), [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count(x)
+        return super().forward(x)
+
+    def count(self, x: torch.Tensor) -> None:
+        self.seen += len(x)
+
+
+class CountsInAList(Counts):
+    def count(self, x: torch.Tensor) -> None:
+        self.per_batch[0] += len(x)
+
+
+def runs_of(model: nn.Module, algorithm: Any, caplog: pytest.LogCaptureFixture) -> tuple[list[cf.Result], str]:
+    """A run on one thread and one on three, and what the log says about threads."""
+    with caplog.at_level(logging.INFO, "comfedl"):
+        found = [cf.fit(model, data(), algorithm, rounds=3, engine_options={"workers": w}) for w in (1, 3)]
+    return found, caplog.text
+
+
+@pytest.mark.parametrize("algorithm", METHODS[:2], ids=lambda method: type(method).__name__)
+def test_a_model_of_the_users_own_runs_on_threads(
+    algorithm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "TRIAL", (True,) * 6)
+    names: set[str] = set()
+    real = Embedded._run_one
+
+    def spy(self: Any, *args: Any) -> Any:
+        names.add(threading.current_thread().name)
+        return real(self, *args)
+
+    monkeypatch.setattr(Embedded, "_run_one", spy)
+    (one, other), told = runs_of(Attends(), algorithm, caplog)
+    assert len(names) > 1 and "Clients of the step 'train' run on threads." in told
+    assert one.rounds == other.rounds and one.clients == other.clients
+    assert all(torch.equal(part, other.params[name]) for name, part in one.params.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm", "why"),
+    [
+        (Draws, METHODS[0], "it draws random numbers"),
+        (DrawsInPython, METHODS[0], "it draws random numbers"),
+        (Remembers, METHODS[0], "the model keeps state from one batch to the next"),
+        (Counts, METHODS[0], "the model keeps state from one batch to the next"),
+        (CountsInAList, METHODS[0], "the model keeps state from one batch to the next"),
+        (Attends, METHODS[2], "second derivatives of attention switch torch's kernels"),
+    ],
+)
+def test_what_is_not_safe_stays_on_one_thread(
+    model: Any, algorithm: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module.ThreadPool, "run", lambda *_: pytest.fail("it ran on threads"))
+    random.seed(0)
+    before = random.getstate(), torch.random.get_rng_state()
+    (one, other), told = runs_of(model(), algorithm, caplog)
+    assert f"Clients of the step 'train' run on one thread: {why}" in told
+    if model is not DrawsInPython:  # its numbers are not keyed, on any number of threads
+        assert one.rounds == other.rounds and one.clients == other.clients
+        assert random.getstate() == before[0]
+    assert torch.get_rng_state().shape == before[1].shape
+
+
+def test_numbers_drawn_only_later_are_an_error() -> None:
+    class Later(Draws):
+        def factor(self) -> float:
+            return super().factor() if float(next(self.parameters()).detach().sum()) != start else 1.0
+
+    model = Later()
+    start = float(next(model.parameters()).detach().sum())
+    with pytest.raises(cf.ConfigError, match=r"drew random numbers in round \d+, but not when it was tried out"):
+        cf.fit(model, data(), cf.FedAvg(batch_size=4, local_steps=1), rounds=3, engine_options={"workers": 3})
 
 
 def test_torchs_threads_are_given_back() -> None:

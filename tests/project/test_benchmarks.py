@@ -18,13 +18,18 @@ import comfedl as cf
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is run from the root and is not installed
 
-from benchmarks import attacks, evaluation, sites  # noqa: E402
+from benchmarks import attacks, evaluation, sites, speed  # noqa: E402
 from benchmarks.peers import driver, loops, report, venvs  # noqa: E402
-from benchmarks.peers.__main__ import arguments  # noqa: E402
+from benchmarks.peers.__main__ import arguments, kept  # noqa: E402
 from benchmarks.peers.ours import First, Stop, federated, method  # noqa: E402
 from benchmarks.workloads import WORKS, Work, build, data, parts  # noqa: E402
 
-SMALL = {name: Work("cnn4", (3, 16, 16), 2, 4, name) for name in ("first", "exact")} | {"plain": WORKS["W0"]}
+SMALL = {name: Work("cnn4", (3, 16, 16), 2, 4, name) for name in ("first", "exact")} | {
+    "plain": WORKS["W0"],
+    "transformer": Work("transformer", (6,), 2, 4, vocabulary=9),
+    "resnet8": Work("resnet8", (3, 8, 8), 2, 4),
+    "lstm": Work("lstm", (6,), 2, 4, vocabulary=9, classes=9),
+}
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +118,50 @@ def test_works_of_one_name_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [sample["rounds"] for sample in found["W4 exact"]["ours"]["samples"]] == [2, 2, 2]
     assert "Exact over first order of W4, ours: 1.50 (1.50 to 1.50)." in report.as_markdown(found, MACHINE)
     assert "Exact over" not in report.as_markdown({"W4 exact": found["W4 exact"]}, MACHINE)
+
+
+def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path: Path) -> None:
+    plan, machine = {"repeats": 3}, {**MACHINE, "date": "today"}
+    works = {"W1": {"ours": {}, "pfl": {}}, "W2": {"ours": {}}}
+    (tmp_path / "peers.json").write_text(json.dumps({"plan": plan, "machine": machine, "works": works}))
+    now = {"plan": plan, "machine": {**machine, "date": "tomorrow"}}
+    assert list(kept(tmp_path, now, ["pfl", "ours"])) == ["W1"]  # W2 lacks a peer
+    assert kept(tmp_path, {**now, "plan": {"repeats": 4}}, ["pfl", "ours"]) == {}
+    assert kept(tmp_path, {**now, "machine": {**machine, "commit": "def"}}, ["pfl", "ours"]) == {}
+    assert kept(tmp_path / "none", now, ["ours"]) == {}
+
+
+def test_the_page_has_what_was_aimed_at_and_what_came_out(tmp_path: Path) -> None:
+    def record(seconds: float) -> dict[str, object]:
+        return {"status": "ok", "samples": [{"turn": 0, "cpu_s": seconds, "wall_s": 1.0, "rounds": 1}], "note": ""}
+
+    works = {
+        "W5": {"ours": record(1.0), "loop": record(1.2), "pfl": record(2.0)},
+        "W1": {p: record(7.0) for p in ("pfl", "loop")},
+    }
+    works["W1"]["ours"] = record(1.0)
+    (tmp_path / "peers.json").write_text(json.dumps({"works": works, "machine": MACHINE}))
+    for name in ("cores", "ranks"):
+        (tmp_path / f"{name}.md").write_text(f"The table of {name}.\n")
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / "docs" / "performance.md").read_text())
+    speed.write_page(page, tmp_path)
+    text = page.read_text()
+    assert "| W5 | 1.3 times loop | 1.20 (loop) | **missed** |" in text
+    assert "| W1 | 6 times pfl and loop | 7.00 (pfl) | reached |" in text or "7.00 (loop)" in text
+    assert "The table of cores.\n\nThe table of ranks." in text and "## How cost grows" in text
+    speed.write_page(page, tmp_path)  # again is the same
+    assert page.read_text() == text
+    with pytest.raises(SystemExit, match="has no part"):
+        speed.filled("An empty page.", "cores", "")
+
+
+def test_a_measurement_of_another_commit_is_done_again(tmp_path: Path) -> None:
+    place = tmp_path / "cores.json"
+    assert not speed.is_done(place, "abc", ["W3"])
+    place.write_text(json.dumps({"machine": {"commit": "abc"}, "works": {"W3": {}}}))
+    assert speed.is_done(place, "abc", ["W3"])
+    assert not speed.is_done(place, "def", ["W3"]) and not speed.is_done(place, "abc", ["W3", "W5"])
 
 
 def test_less_work_is_told() -> None:

@@ -66,6 +66,7 @@ class Learner:
         self.loss_function = loss
         self.metrics = metrics or {}
         self.attends = module is not None and may_attend(module)
+        self.switched_kernels = False  # whether torch's kernels for attention were switched, for the whole process
 
     def copy(self) -> Self:
         """A deep copy, for another thread."""
@@ -132,6 +133,7 @@ class Learner:
 
         # The Hessian is symmetric, so the gradient's VJP is the Hessian-vector product. Of torch's kernels for
         # attention only the plain one has a second derivative.
+        self.switched_kernels = self.attends
         with sdpa_kernel(SDPBackend.MATH) if self.attends else nullcontext():
             return value_and_vjp(loss_gradient, params)
 

@@ -19,6 +19,7 @@ from comfedl.data.transform import TransformFunction
 from comfedl.engines.batching import IntArray, StepBatches, StepPlan, chunk_slices, group_clients
 from comfedl.engines.client_states import ClientStates
 from comfedl.engines.kernels import accelerate
+from comfedl.engines.purity import generator_states, trace
 from comfedl.engines.replies import (
     LocalReplies,
     ReplyPart,
@@ -89,6 +90,7 @@ class Embedded(Engine):
         logger.info("Clients run %s.", reason)
         threads = torch.get_num_threads() if workers == "auto" else int(workers)
         self._threads = ThreadPool(threads if self._thread_safe else 1)
+        self._pure: dict[str, bool] = {}  # steps whose clients may run on several threads, if that had to be seen
         self._learners = {0: (self._one, self._many)}  # one pair per thread: modules are not thread-safe
         self._initial, self._transforms = state, transforms
         self._states = ClientStates()
@@ -131,7 +133,10 @@ class Embedded(Engine):
         batches = StepBatches(plan, step, self._seed, round, self._transforms)
         received = self._one.to_layout(message)
         chunks = list(self._chunks(named, plan))
-        if len(chunks) > 1:
+        several = len(chunks) > 1 and self._threads.workers > 1
+        pure = self._is_pure(named, step, batches, received, round) if several else self._thread_safe is True
+        threads = several and pure
+        if threads:
             self._copy_learners()
 
         def outcome_of(worker: int, ks: IntArray) -> Outcome:
@@ -142,7 +147,7 @@ class Embedded(Engine):
                     assert many is not None
                     outcome = self._run_many(many, named, batches, ks, message, noise)
                 else:
-                    outcome = self._run_one(one, named, batches, int(ks[0]), received, noise)
+                    outcome = self._run_one(one, named, batches, int(ks[0]), received, None if pure else noise)
             except MetricFailed as error:
                 error.client = self.names[int(batches.clients[ks[error.place]])]
                 raise
@@ -153,8 +158,11 @@ class Embedded(Engine):
 
         parts: list[ReplyPart] = []
         failed: dict[int, Diverged] = {}  # by the client's position among those asked
-        with _torch_threads(self._bytes, self._threads.workers > 1 and len(chunks) > 1):
-            outcomes = self._threads.run(step, outcome_of, chunks)
+        with _torch_threads(self._bytes, threads):
+            if threads:
+                outcomes = self._run_threads(step, outcome_of, chunks, round)
+            else:
+                outcomes = [outcome_of(0, ks) for ks in chunks]
         for ks, outcome in zip(chunks, outcomes, strict=True):
             who: list[int] = batches.clients[ks].tolist()
             required = outcome._replace(reply=required_parts(outcome.reply))
@@ -171,6 +179,32 @@ class Embedded(Engine):
             return LocalReplies(clients, [replies[i] for i in clients])
         stacked = [p if len(p.clients) > 1 else ReplyPart(p.clients, stack_trees([p.reply])) for p in parts]
         return StackedReplies(clients, stacked)
+
+    def _is_pure(self, named: Step, step: str, batches: StepBatches, message: dict[str, Tree], round: int) -> bool:
+        """Whether a step's clients may run on several threads; seen from its first client where it is not known."""
+        if self._thread_safe is True:
+            return True
+        if step not in self._pure:
+            with _torch_threads(self._bytes, True):
+                against = trace(self._one, lambda one: self._run_one(one, named, batches, 0, message, None))
+            self._pure[step] = against is None
+            logger.info("Clients of the step %r run on %s.", step, f"one thread: {against}" if against else "threads")
+        return self._pure[step]
+
+    def _run_threads(
+        self, step: str, job: Callable[[int, IntArray], Outcome], chunks: Sequence[IntArray], round: int
+    ) -> list[Outcome]:
+        """The outcomes of all chunks on several threads, which must draw no random numbers."""
+        if self._thread_safe is True:
+            return self._threads.run(step, job, chunks)
+        before = generator_states()
+        outcomes = self._threads.run(step, job, chunks)
+        if generator_states() != before:
+            raise ConfigError(
+                f"The step {step!r} drew random numbers in round {round}, but not when it was tried out, so clients "
+                "ran on several threads; set workers to 1."
+            )
+        return outcomes
 
     def _copy_learners(self) -> None:
         """One copy of the learners per thread, made while none is in use: modules cannot be copied inside vmap."""
@@ -200,14 +234,14 @@ class Embedded(Engine):
         batches: StepBatches,
         k: int,
         message: dict[str, Tree],
-        noise: Callable[[int], int],
+        noise: Callable[[int], int] | None,
     ) -> Outcome:
-        """One client's step."""
+        """One client's step; without ``noise`` it is not to draw random numbers."""
         client = int(batches.clients[k])
         state = self._state(client)
         state = None if state is None else tree.map(torch.clone, state)  # it may be a view of the stored state
         state = learner.to_layout(state)
-        if self._thread_safe:
+        if noise is None:
             outcome = named.run(learner, message, state, batches.of_one(k))
         else:
             # Dropout and other noise draw from torch's global generator: seed it per client, and restore it after.

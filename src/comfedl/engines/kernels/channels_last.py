@@ -14,6 +14,7 @@ from torch.nn import functional
 from comfedl.core.learner import Batch, Learner, Params, Pullback, double_single_sample
 from comfedl.engines.kernels.conv_chain import Chain
 from comfedl.engines.kernels.layouts import channels_last
+from comfedl.engines.kernels.products import gains, quicken
 from comfedl.utils import tree
 from comfedl.utils.samples import Samples
 from comfedl.utils.tree import Tree
@@ -28,6 +29,8 @@ class ChannelsLast(Learner):
         assert self.module is not None
         pool_before_relu(self.module)
         self._chain = Chain.of(self.module) if self.loss_function is functional.cross_entropy else None
+        if gains(self.module):
+            quicken(self.module)
 
     def to_layout(self, images: Tree) -> Tree:
         return None if images is None else tree.map(channels_last, images)

@@ -1,14 +1,14 @@
 """Which learners run the clients' steps: many clients at once where that is faster, else one after another.
 
-The choice depends on the model, the loss, the method and the data, never on timing: a run takes the same path on every
-machine.
+The choice depends on the model, the loss, the method and the data, never on timing. One detail depends on the machine:
+``products.py`` is for processors with AVX-512, much as torch's own libraries choose their kernels by processor.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,6 +19,7 @@ from comfedl.data.federated import FederatedData
 from comfedl.engines.kernels import dense
 from comfedl.engines.kernels.allocator import keep_freed_memory
 from comfedl.engines.kernels.channels_last import ChannelsLast, convolves
+from comfedl.engines.kernels.products import FastProducts, gains
 from comfedl.engines.stacked import Stacked, Vmapped
 from comfedl.models.losses import MAPPED, Loss, LossFunction, per_sample_form
 from comfedl.models.metrics import METRICS, MetricFunction, is_whole
@@ -41,13 +42,14 @@ NOISELESS = {
 class Accelerated(NamedTuple):
     """The learner for one client, the learner for many at once if there is one, and the reason.
 
-    ``thread_safe``: they do not use torch's global generator, so clients may run on several threads.
+    ``thread_safe``: they do not use torch's global generator, so clients may run on several threads. If that is
+    "unknown", it is to be seen from a run of each step (``purity.py``).
     """
 
     one: Learner
     many: Stacked | None
     reason: str
-    thread_safe: bool
+    thread_safe: bool | Literal["unknown"]
 
 
 def accelerate(
@@ -61,10 +63,13 @@ def accelerate(
     if keep_bytes:
         keep_freed_memory(keep_bytes)
     module = learner.module
-    one = ChannelsLast(learner) if module is not None and convolves(module) else learner
+    one = _one(learner)
     known = all(map(_is_known, (learner.loss_function, *learner.metrics.values())))
-    safe = module is not None and known and all(type(layer) in NOISELESS for layer in module.modules())
-    safe = safe and all(step.elementwise for step in steps.values())
+    safe: bool | Literal["unknown"] = False
+    if module is not None and known and all(step.elementwise for step in steps.values()):
+        safe = all(type(layer) in NOISELESS for layer in module.modules())
+        if not safe and data.train.device.type == "cpu" and _noise(module) is None:
+            safe = "unknown"
     if vectorize == "serial":
         return Accelerated(one, None, "serial, as requested", safe)
     against = _obstacle(learner, data, steps.values())
@@ -84,6 +89,15 @@ def accelerate(
     if module is not None and len(data) > 1 and _not_stacked(module, data) is None:
         logger.warning("Clients run one after another, although this model could run many at once: %s.", against)
     return Accelerated(one, None, f"serial: {against}", safe)
+
+
+def _one(learner: Learner) -> Learner:
+    """The learner for one client."""
+    if learner.module is None:
+        return learner
+    if convolves(learner.module):
+        return ChannelsLast(learner)
+    return FastProducts(learner) if gains(learner.module) else learner
 
 
 def _is_known(function: MetricFunction | None) -> bool:
