@@ -31,7 +31,7 @@ def load_learner(run: SavedRun) -> tuple[Learner, Callable[[Params], Model]]:
     learner, initial, _ = make_learner(run.module, loss, algorithm, config.make_metrics(), config.task)
     if isinstance(loss, Loss):
         labels, outputs = (
-            config.make_data(encoding=run.encoding).train.y if is_balanced(loss) else torch.zeros(0),
+            config.make_data(encoding=run.encoding).train.all_y() if is_balanced(loss) else torch.zeros(0),
             run.outputs,
         )
         learner.loss_function = loss.resolved(labels, outputs)

@@ -227,12 +227,12 @@ class DataTable(NamedTable):
             outputs = len(encoding.classes) if loss == "cross_entropy" else 1
             return SampleSpec(encoding.shape, outputs, torch.float32)
         fed = self.make_data(seed, loss=loss)
-        return SampleSpec(fed.train.shape, self.outputs(fed, loss), first(fed.train.x).dtype)
+        return SampleSpec(fed.train.shape, self.outputs(fed, loss), first(fed.train.head(1)[0]).dtype)
 
     def outputs(self, fed: FederatedData, loss: str) -> int:
         """The number of outputs that a model needs: one per class, or one per number in y."""
         if loss in REGRESSIONS:
-            return math.prod(first(fed.train.y).shape[1:])
+            return math.prod(first(fed.train.head(1)[1]).shape[1:])
         if loss == "bce":
             return 1
         if not self._is_user_data:
@@ -240,7 +240,7 @@ class DataTable(NamedTable):
         if fed.encoding is not None and fed.encoding.classes:
             return len(fed.encoding.classes)
         splits = [split for name in ("train", "validation", "test") if (split := fed.split(name)) is not None]
-        return max(1 + int(first(split.y).max()) for split in splits)
+        return max(1 + int(first(split.all_y()).max()) for split in splits)
 
     def outputs_without_data(self, loss: str) -> int:
         """The same on a server that does not have the data."""

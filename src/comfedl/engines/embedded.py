@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comfedl.core.learner import Learner
+from comfedl.core.learner import Batch, Learner
 from comfedl.core.protocol import Engine, Outcome, Replies, Step, check_finite
 from comfedl.data.federated import FederatedData
 from comfedl.data.transform import TransformFunction
 from comfedl.engines.batching import IntArray, StepBatches, StepPlan, chunk_slices, group_clients
 from comfedl.engines.client_states import ClientStates
 from comfedl.engines.kernels import accelerate
+from comfedl.engines.read_ahead import ReadAhead
 from comfedl.engines.replies import (
     LocalReplies,
     ReplyPart,
@@ -34,6 +35,9 @@ from comfedl.engines.thread_pool import ThreadPool
 from comfedl.utils import checks, rng, tree
 from comfedl.utils.errors import ConfigError, Diverged, MetricFailed
 from comfedl.utils.tree import Tree
+
+Drawn = Mapping[str, Sequence[Batch]]
+"""The batches of a client, or of several that are stacked, by the name of the draw."""
 
 logger = logging.getLogger("comfedl")
 
@@ -134,27 +138,28 @@ class Embedded(Engine):
         if len(chunks) > 1:
             self._copy_learners()
 
-        def outcome_of(worker: int, ks: IntArray) -> Outcome:
+        def outcome_of(worker: int, ks: IntArray, drawn: Drawn) -> Outcome:
             one, many = self._learners[worker]
             noise = partial(self._noise_seed, named.noise or step, round)
+            who: list[int] = batches.clients[ks].tolist()
             try:
                 if len(ks) > 1:
                     assert many is not None
-                    outcome = self._run_many(many, named, batches, ks, message, noise)
+                    outcome = self._run_many(many, named, drawn, who, message, noise)
                 else:
-                    outcome = self._run_one(one, named, batches, int(ks[0]), received, noise)
+                    outcome = self._run_one(one, named, drawn, who[0], received, noise)
             except MetricFailed as error:
                 error.client = self.names[int(batches.clients[ks[error.place]])]
                 raise
             if outcome.state is not None:  # stored at once, so that not all states are in memory twice
                 with self._lock:
-                    self._states.put(batches.clients[ks].tolist(), outcome.state)
+                    self._states.put(who, outcome.state)
             return outcome._replace(state=None)
 
         parts: list[ReplyPart] = []
         failed: dict[int, Diverged] = {}  # by the client's position among those asked
         with _torch_threads(self._bytes, self._threads.workers > 1 and len(chunks) > 1):
-            outcomes = self._threads.run(step, outcome_of, chunks)
+            outcomes = self._outcomes(step, outcome_of, batches, chunks)
         for ks, outcome in zip(chunks, outcomes, strict=True):
             who: list[int] = batches.clients[ks].tolist()
             required = outcome._replace(reply=required_parts(outcome.reply))
@@ -171,6 +176,24 @@ class Embedded(Engine):
             return LocalReplies(clients, [replies[i] for i in clients])
         stacked = [p if len(p.clients) > 1 else ReplyPart(p.clients, stack_trees([p.reply])) for p in parts]
         return StackedReplies(clients, stacked)
+
+    def _outcomes(
+        self, step: str, outcome_of: Callable[[int, IntArray, Drawn], Outcome], batches: StepBatches, chunks: list[IntArray]
+    ) -> list[Outcome]:
+        """The outcome of each chunk; samples that are not in memory are read while the chunks before train."""
+        plan = batches.plan
+        if plan.at_hand:
+            return self._threads.run(step, lambda worker, ks: outcome_of(worker, ks, batches.of(ks)), chunks)
+        sizes = [plan.bytes_of(ks) for ks in chunks]
+        with ReadAhead(lambda j: batches.of(chunks[j]), sizes, plan.read_ahead_bytes) as ahead:
+
+            def run(worker: int, j: int) -> Outcome:
+                try:
+                    return outcome_of(worker, chunks[j], ahead.take(j))
+                finally:
+                    ahead.done(j)
+
+            return self._threads.run(step, run, range(len(chunks)))
 
     def _copy_learners(self) -> None:
         """One copy of the learners per thread, made while none is in use: modules cannot be copied inside vmap."""
@@ -197,25 +220,24 @@ class Embedded(Engine):
         self,
         learner: Learner,
         named: Step,
-        batches: StepBatches,
-        k: int,
+        drawn: Drawn,
+        client: int,
         message: dict[str, Tree],
         noise: Callable[[int], int],
     ) -> Outcome:
         """One client's step."""
-        client = int(batches.clients[k])
         state = self._state(client)
         state = None if state is None else tree.map(torch.clone, state)  # it may be a view of the stored state
         state = learner.to_layout(state)
         if self._thread_safe:
-            outcome = named.run(learner, message, state, batches.of_one(k))
+            outcome = named.run(learner, message, state, drawn)
         else:
             # Dropout and other noise draw from torch's global generator: seed it per client, and restore it after.
             with torch.random.fork_rng(devices=self._devices()):
                 # On the CPU alone, seeding its generator is ten times as fast as torch.manual_seed.
                 seed = noise(client)
                 torch.manual_seed(seed) if self._devices() else torch.default_generator.manual_seed(seed)
-                outcome = named.run(learner, message, state, batches.of_one(k))
+                outcome = named.run(learner, message, state, drawn)
         reply, state, scratch = map(learner.from_layout, (outcome.reply, outcome.state, outcome.scratch))
         return outcome._replace(reply=reply, state=state, scratch=scratch)
 
@@ -223,24 +245,23 @@ class Embedded(Engine):
         self,
         learner: Stacked,
         named: Step,
-        batches: StepBatches,
-        ks: IntArray,
+        drawn: Drawn,
+        who: list[int],
         message: dict[str, Tree],
         noise: Callable[[int], int],
     ) -> Outcome:
         """The step of many clients, on stacked tensors."""
-        count = len(ks)
+        count = len(who)
         received = {
             # A scalar is the same for all clients, and stays one.
             name: part if isinstance(part, Tensor) and part.ndim == 0 else expand_tree(part, count)
             for name, part in message.items()
         }
-        who: list[int] = batches.clients[ks].tolist()
         states = [self._state(i) for i in who]
         state = None if states[0] is None else stack_trees(states)
         learner.seed(noise, who)
         try:
-            outcome = named.run(learner, received, state, batches.of_many(ks))
+            outcome = named.run(learner, received, state, drawn)
         except RuntimeError as error:
             if "vmap" not in str(error):
                 raise
