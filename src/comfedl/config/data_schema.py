@@ -64,11 +64,14 @@ def csv(
     dates: Sequence[str] | Mapping[str, str] | None = None,
     header: bool | Sequence[str] | None = None,
     encoding: str | None = None,
+    lazy: bool | None = None,
+    memory_mb: float | None = None,
 ) -> FederatedData:
     """A CSV, Parquet or Arrow file with a column of client names; see ``FederatedData.from_dataframe``."""
     options: dict[str, Any] = {"split": split, "drop": drop, "scale": scale, "scale_target": scale_target}
     options |= {"missing": missing, "impute": impute, "na_values": na_values, "decimal": decimal}
     options |= {"thousands": thousands, "dates": dates, "header": header, "encoding": encoding}
+    options |= {"lazy": False if lazy is None else lazy, "memory_mb": memory_mb}
     return from_file(path, client, target, shares, task=task, saved=saved, **options)
 
 
@@ -90,6 +93,8 @@ def folder(
     dates: Sequence[str] | Mapping[str, str] | None = None,
     header: bool | Sequence[str] | None = None,
     encoding: str | None = None,
+    lazy: bool | None = None,
+    memory_mb: float | None = None,
 ) -> FederatedData:
     """A folder with one file or folder per client; see ``FederatedData.from_folder``."""
     given: dict[str, Any] = {"drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
@@ -97,7 +102,7 @@ def folder(
     given |= {"dates": dates, "header": header, "encoding": encoding}
     options = {key: value for key, value in given.items() if value is not None}
     options |= {} if target is None else {"task": task, "saved": saved}
-    return from_folder(path, shares, target, size, **options)
+    return from_folder(path, shares, target, size, False if lazy is None else lazy, memory_mb, **options)
 
 
 READERS: dict[str, Callable[..., FederatedData]] = {"csv": csv, "parquet": csv, "arrow": csv, "folder": folder}

@@ -69,6 +69,8 @@ def cache_if_lazy(lazy: object, memory_mb: float | None) -> ClientCache | None:
         raise ConfigError(f"lazy is {lazy!r}, but it must be true or false.")
     if not lazy:
         if memory_mb is not None:
-            raise ConfigError("memory_mb is given, but the data are read into memory; set lazy to true, or leave it out.")
+            raise ConfigError(
+                "memory_mb is given, but the data are read into memory; set lazy to true, or leave it out."
+            )
         return None
     return ClientCache(MEMORY_MB if memory_mb is None else memory_mb)

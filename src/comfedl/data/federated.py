@@ -215,14 +215,25 @@ class FederatedData:
             path: the file; its suffix says what it is.
             client, target, validation, test, seed: as in ``from_dataframe``.
             options: the others of ``from_dataframe``, and how cells are written: ``decimal``, ``thousands``, ``header``
-                (the names of the columns of a file without a header line, or False) and ``encoding``.
+                (the names of the columns of a file without a header line, or False) and ``encoding``. With
+                ``lazy=True`` the row groups of a Parquet file are read when a client needs them, and at most
+                ``memory_mb`` (500 by default) of the clients' data are in memory at a time.
         """
         from comfedl.data.from_tables import Shares, from_file
 
         return from_file(path, client, target, Shares(validation, test, seed), **options)
 
     @classmethod
-    def from_datasets(cls, train: Any, validation: Any = 0.2, test: Any = 0.2, seed: int = 0) -> FederatedData:
+    def from_datasets(
+        cls,
+        train: Any,
+        validation: Any = 0.2,
+        test: Any = 0.2,
+        seed: int = 0,
+        *,
+        lazy: bool = False,
+        memory_mb: float | None = None,
+    ) -> FederatedData:
         """Make data from map-style torch Datasets, one per client, whose samples are pairs (x, y).
 
         x and y are tensors, or tuples or dicts of tensors. Every sample is read once, so random augmentation in a
@@ -232,10 +243,13 @@ class FederatedData:
             train: client name -> Dataset, or a list of Datasets; then clients are numbered.
             validation, test: the same, for any of the clients; or the share of each client's train samples to hold out,
                 drawn with ``seed``; or None.
+            lazy: read a sample whenever it is needed, instead of all of them once. With shares, every sample is still
+                read once at the start, for its label.
+            memory_mb: with ``lazy``, how much of the clients' data may be in memory at a time; 500 by default.
         """
         from comfedl.data.from_datasets import from_datasets
 
-        return from_datasets(train, validation, test, seed)
+        return from_datasets(train, validation, test, seed, lazy, memory_mb)
 
     @classmethod
     def from_folder(
@@ -247,7 +261,8 @@ class FederatedData:
         ``from_dataframe`` and, for the cells of CSV, ``decimal``, ``thousands``, ``header`` and ``encoding``), or .npz
         or .safetensors with arrays x and y. For images (PNG or JPEG, read with Pillow; ``size`` resizes them), each
         client's folder has one subfolder per class. A client's folder may hold files named train, validation and test
-        instead of the shares.
+        instead of the shares. With ``lazy=True`` arrays, images and Parquet files are read when a client needs them,
+        and at most ``memory_mb`` (500 by default) of the clients' data are in memory at a time.
         """
         from comfedl.data.from_folders import from_folder
         from comfedl.data.from_tables import Shares

@@ -56,4 +56,3 @@ def _split(
             return drawn(labels.numpy().astype(np.int64), count, generator)
     held = np.sort(generator.choice(samples, size=count, replace=False))
     return np.setdiff1d(np.arange(samples), held), held
-

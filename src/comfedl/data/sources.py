@@ -41,7 +41,7 @@ class Source(ABC):
 
     @abstractmethod
     def identity(self) -> Iterator[Any]:
-        """What identifies the samples without reading them: names and states of files, shapes, and what is in memory."""
+        """What identifies the samples without reading them: states of files, shapes, and what is in memory."""
 
 
 Leaf = StoredArray | Tensor
@@ -81,8 +81,11 @@ class ArraySource(Source):
             for part in pair:
                 yield from part if isinstance(part, dict) else ()
                 for leaf in tree.leaves(part):
-                    stored = isinstance(leaf, StoredArray)
-                    yield (*leaf.file.identity, leaf.offset, str(leaf.dtype), leaf.shape) if stored else leaf
+                    yield leaf if isinstance(leaf, Tensor) else _described(leaf)
+
+
+def _described(array: StoredArray) -> tuple[Any, ...]:
+    return *array.file.identity, array.offset, str(array.dtype), array.shape
 
 
 def stored_pair(split: str, client: str | None, value: Any) -> tuple[Any, Any]:

@@ -119,7 +119,7 @@ class StoredArray:
 
     def _fill(self, file: int, out: Tensor, row: int, who: str) -> None:
         """Fill a tensor with the rows from this one on."""
-        left = memoryview(out.view(-1).view(torch.uint8).numpy())
+        left = memoryview(out.view(-1).view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
         place = self.offset + row * (out.nbytes // len(out))
         while left:
             try:
@@ -140,8 +140,8 @@ def of_memmap(where: str, array: NDArray[Any]) -> StoredArray | None:
         return None
     if root.mode == "c":
         raise DataError(
-            f"{where} is mapped copy-on-write, so what is in memory may differ from the file that is read; open it with "
-            'mmap_mode="r".'
+            f"{where} is mapped copy-on-write, so what is in memory may differ from the file that is read; open it "
+            'with mmap_mode="r".'
         )
     dtype = _torch_dtype(array.dtype)
     if dtype is None or not array.flags.c_contiguous:
@@ -173,16 +173,18 @@ def of_npz(path: Path, names: Sequence[str]) -> dict[str, StoredArray] | None:
                 version = np.lib.format.read_magic(stream)
                 if version not in ((1, 0), (2, 0)):
                     return None
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, fortran, dtype = read(stream)
+                if version == (1, 0):
+                    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+                else:
+                    shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
                 header = stream.tell()
             torch_dtype = _torch_dtype(dtype)
             if torch_dtype is None or (fortran and len(shape) > 1) or not shape:
                 return None
             with path.open("rb") as file:  # the name and the extra field stand between the zip header and the member
                 file.seek(member.header_offset + 26)
-                lengths = file.read(4)
-            offset = member.header_offset + 30 + sum(int.from_bytes(lengths[k : k + 2], "little") for k in (0, 2))
+                name_length, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
+            offset = member.header_offset + 30 + name_length + extra
             found[name] = StoredArray(state, offset + header, torch_dtype, tuple(shape))
     return found
 

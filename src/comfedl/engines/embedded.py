@@ -178,7 +178,11 @@ class Embedded(Engine):
         return StackedReplies(clients, stacked)
 
     def _outcomes(
-        self, step: str, outcome_of: Callable[[int, IntArray, Drawn], Outcome], batches: StepBatches, chunks: list[IntArray]
+        self,
+        step: str,
+        outcome_of: Callable[[int, IntArray, Drawn], Outcome],
+        batches: StepBatches,
+        chunks: list[IntArray],
     ) -> list[Outcome]:
         """The outcome of each chunk; samples that are not in memory are read while the chunks before train."""
         plan = batches.plan
