@@ -89,9 +89,10 @@ class DatasetSource(Source):
                 odd = _random_sample(xs, again)
                 if odd is not None:
                     warnings.warn(
-                        f"{who} has random samples: sample {places[odd]} was not the same when it was read "
-                        "again. It is read anew whenever it is needed, so the run cannot be repeated or resumed exactly; "
-                        "leave the randomness out of the Dataset, and give it to fit(transform=...), which changes every batch.",
+                        f"{who} has random samples: sample {places[odd]} was not the same when it was read again. A "
+                        "sample is read anew whenever it is needed, so the run cannot be repeated or resumed exactly; "
+                        "leave the randomness out of the Dataset, and give it to fit(transform=...), which changes "
+                        "every batch.",
                         stacklevel=2,
                     )
             return _stacked(who, xs), _stacked(who, ys)
