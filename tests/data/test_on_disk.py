@@ -50,7 +50,7 @@ def test_what_is_no_whole_array_of_a_file_is_refused(tmp_path: Path) -> None:
     for given in (stored[::2], mapped(tmp_path, "big", x.astype(">f4"))[::2]):
         with pytest.raises(cf.DataError, match="give whole rows of an array in C order"):
             Data({"a": (given, y[: len(given)])}, lazy=True)
-    with pytest.raises(cf.DataError, match='mapped copy-on-write.*open it with mmap_mode="r"'):
+    with pytest.raises(cf.DataError, match=r'mapped copy-on-write.*open it with mmap_mode="r"'):
         Data({"a": (np.load(tmp_path / "x.npy", mmap_mode="c"), y)}, lazy=True)
 
 
