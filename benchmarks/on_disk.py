@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,11 @@ def train(fed: cf.FederatedData, model: nn.Module, rounds: int, eval_clients: in
     return clock.seconds[1:-1]
 
 
-def ratio(folder: Path, gb: float, rounds: int, repeats: int) -> dict[str, Any]:
+def ratio(folder: Path, gb: float, rounds: int, repeats: int, models: Sequence[str]) -> dict[str, Any]:
     write(folder, gb, sparse=False)
     feds = {"memory": federation(folder, False), "disk": federation(folder, True)}
     found: dict[str, Any] = {"gb": gb, "memory_mb": MEMORY_MB, "load": os.getloadavg()[0]}
-    for name in MODELS:
+    for name in models:
         model = cf.models.build(name, SHAPE, CLASSES, 0)
         turns: dict[str, list[float]] = {where: [] for where in feds}
         for turn in range(repeats + 1):
@@ -136,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=3, help="of the comparison")
     parser.add_argument("--large", type=float, default=20, help="GB of the sparse file; 0 leaves it out")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="of the comparison")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="turns of the comparison; 0 leaves it out")
     parser.add_argument("--folder", type=Path, help="where the files are written and removed; a temporary one")
@@ -147,7 +149,12 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.repeats:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            print(json.dumps({"ratio": ratio(Path(folder), options.gb, options.rounds, options.repeats)}, indent=1))
+            print(
+                json.dumps(
+                    {"ratio": ratio(Path(folder), options.gb, options.rounds, options.repeats, options.models)},
+                    indent=1,
+                )
+            )
     if options.large:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             print(json.dumps({"large": large(Path(folder), options.large, options.rounds)}, indent=1))

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import comfedl as cf
+from comfedl.analysis.evaluate import evaluate
+from comfedl.analysis.load_run import SavedRun
+from comfedl.analysis.predict import predict
+from comfedl.analysis.robust_advice import advise
+from comfedl.cli import data_tables, tables
+from comfedl.config.schema import parse_config, run_config
 from comfedl.utils import tree
-from helpers.on_disk import CLASSES, FORMS
+from helpers.on_disk import CLASSES, FORMS, SIZES
 from helpers.ranks import forked
 
 MB = 0.1  # so little that clients are read over and over
@@ -117,3 +123,52 @@ def test_two_ranks_are_the_same_as_in_memory(form: str, tmp_path: Path) -> None:
     (memory, _), (disk, other) = run(0), run(1)
     assert memory[1:] == disk[1:] and all(torch.equal(part, disk[0][name]) for name, part in memory[0].items())
     assert all(torch.equal(part, other[0][name]) for name, part in memory[0].items())
+
+
+TABLES: dict[str, dict[str, Any]] = {
+    "npz": {"name": "folder", "path": "files"},
+    "images": {"name": "folder", "path": "files"},
+    "parquet": {"name": "parquet", "path": "files/all.parquet", "client": "site", "target": "y", "impute": "median"},
+    "parquet_folder": {"name": "folder", "path": "files", "target": "y", "missing": "drop"},
+}
+
+
+@pytest.mark.parametrize("form", TABLES)
+def test_configs_evaluate_predict_and_resume(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = tmp_path / "files"
+    files.mkdir()
+    FORMS[form](files, MB)
+
+    def run(name: str, rounds: int = 3, resume: bool = False, **more: Any) -> SavedRun:
+        settings = {
+            **{"rounds": rounds, "clients_per_round": 3, "eval_every": 1, "data": {**TABLES[form], **more}},
+            **{"model": {"name": "mlp"}, "algorithm": {"name": "ditto", "lr": 0.1, "batch_size": 8}},
+        }
+        run_config(parse_config(settings), out=tmp_path / name, resume=resume)
+        return cf.load_run(tmp_path / name)
+
+    run("disk", rounds=2, lazy=True, memory_mb=0.1)
+    runs = [run("memory"), run("disk", resume=True, lazy=True, memory_mb=0.2)]
+    assert "lazy" not in (tmp_path / "memory" / "config.toml").read_text()
+    for client in (None, "eva"):
+        ours, theirs = (each.tensors if client is None else each.personal(client) for each in runs)
+        assert all(torch.equal(part, theirs[name]) for name, part in ours.items())
+    scores = [evaluate(each) for each in runs]
+    assert scores[0].split == "test" and scores[0].rows == scores[1].rows and scores[0].table == scores[1].table
+    new = files / "ann" / "class-0" if form == "images" else next(path for path in files.rglob("*") if path.is_file())
+    assert predict(runs[0], new) == predict(runs[1], new)
+    for table in (tables.clients, lambda fed: "".join(data_tables.small_clients(fed))):
+        shown = [table(each.settings.make_data()) for each in runs]
+        texts = [one if isinstance(one, str) else [[*column.cells] for column in one.columns] for one in shown]
+        assert texts[0] == texts[1]
+    advice = [advise(each.settings, warmup=2).losses for each in runs]
+    assert advice[0].tolist() == advice[1].tolist() and len(advice[0]) == len(SIZES)
+
+
+def test_a_run_in_memory_is_not_continued_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    memory, disk = FORMS["npz"](tmp_path / "data", MB)
+    cf.fit(model_for(memory), memory, cf.FedAvg(lr=0.1), rounds=1, out=tmp_path / "run")
+    with pytest.raises(cf.ComfedlError, match="data"):
+        cf.fit(model_for(disk), disk, cf.FedAvg(lr=0.1), rounds=2, out=tmp_path / "run", resume=True)
