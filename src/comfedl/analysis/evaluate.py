@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ def evaluate(run: SavedRun, split: str | None = None, data: Path | None = None) 
         RunFolderError: if the run's own data have changed since it began.
     """
     names: Sequence[str] = ()
+    batches: Mapping[str, Batch]
     learner, to_state = load_learner(run)
     shared = to_state(run.tensors)
     if data is not None:
@@ -81,14 +82,14 @@ def evaluate(run: SavedRun, split: str | None = None, data: Path | None = None) 
     return ClientScores(split, rows, summarise_columns(columns), table)
 
 
-def _from_config(run: SavedRun, split: str | None) -> tuple[str, dict[str, Batch], Sequence[str]]:
+def _from_config(run: SavedRun, split: str | None) -> tuple[str, Mapping[str, Batch], Sequence[str]]:
     fed = own_data(run).to(float_dtype(run), torch.device("cpu"))
     available = [name for name in ("test", "validation", "train") if fed.split(name) is not None]
     split = split or available[0]
     checks.one_of("split", split, available)
     found = fed.split(split)
     assert found is not None
-    return split, dict(found), fed.names
+    return split, found, fed.names
 
 
 def _from_file(run: SavedRun, data: Path) -> dict[str, Batch]:

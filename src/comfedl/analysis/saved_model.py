@@ -38,7 +38,7 @@ def load_learner(run: SavedRun, scores: bool = True) -> tuple[Learner, Callable[
         labels = torch.zeros(0)
         if is_balanced(loss):
             fed = config.make_data(encoding=run.encoding)
-            labels = fed.train.y
+            labels = fed.train.all_y()
             if read_digest(run.path) not in (None, fed.digest()):
                 logger.warning("The balanced weights of the loss are those of the run's data as they are now.")
         learner.loss_function = loss.resolved(labels, run.outputs)

@@ -41,9 +41,9 @@ def small_clients(fed: FederatedData) -> Iterator[str]:
     names, sizes = list(fed.names), fed.train.sizes.tolist()
     few = [f"{name} {size}" for name, size in zip(names, sizes, strict=True) if size < FEW_ROWS]
     yield from _line(f"Fewer than {FEW_ROWS} train rows", few)
-    y = fed.train.y
+    y = fed.train.head(1)[1]
     if isinstance(y, Tensor) and not y.is_floating_point() and y.ndim == 1:
-        labels = [len(np.unique(fed.train.samples_of(i)[1].numpy())) for i in range(len(names))]
+        labels = [len(np.unique(fed.train.y_of(i).numpy())) for i in range(len(names))]
         yield from _line("One label only in train", [name for name, n in zip(names, labels, strict=True) if n == 1])
     for split in ("validation", "test"):
         part = fed.split(split)

@@ -138,15 +138,15 @@ def models() -> Table:
 
 def clients(fed: FederatedData) -> Table:
     """The samples and labels of each client."""
-    if not isinstance(fed.train.y, Tensor):
+    if not isinstance(fed.train.head(1)[1], Tensor):
         return _several_targets(fed)
-    regression = fed.train.y.is_floating_point()
+    regression = fed.train.head(1)[1].is_floating_point()
     heading = "y in train (mean, min, max)" if regression else "labels in train (label:count)"
     table = _table(repr(fed), "client", "train", "validation", "test", heading)
     names = () if fed.encoding is None else fed.encoding.classes
     for i, name in enumerate(fed.names):
         sizes = ["-" if split is None else str(split.sizes[i]) for split in (fed.train, fed.validation, fed.test)]
-        y = fed.train.samples_of(i)[1].numpy()
+        y = fed.train.y_of(i).numpy()
         if regression:
             content = f"{y.mean():.4g}, {y.min():.4g}, {y.max():.4g}" if y.size else ""
         else:
@@ -158,7 +158,7 @@ def clients(fed: FederatedData) -> Table:
 
 def _several_targets(fed: FederatedData) -> Table:
     """The samples of each client, whose y is a tuple or dict."""
-    table = _table(f"{fed!r}, y: {samples.described(fed.train.y)}", "client", "train", "validation", "test")
+    table = _table(f"{fed!r}, y: {samples.described(fed.train.head(1)[1])}", "client", "train", "validation", "test")
     for i, name in enumerate(fed.names):
         sizes = ["-" if split is None else str(split.sizes[i]) for split in (fed.train, fed.validation, fed.test)]
         table.add_row(escape(name), *sizes)

@@ -64,11 +64,14 @@ def csv(
     dates: Sequence[str] | Mapping[str, str] | None = None,
     header: bool | Sequence[str] | None = None,
     encoding: str | None = None,
+    lazy: bool | None = None,
+    memory_mb: float | None = None,
 ) -> FederatedData:
     """A CSV, Parquet or Arrow file with a column of client names; see ``FederatedData.from_dataframe``."""
     options: dict[str, Any] = {"split": split, "drop": drop, "scale": scale, "scale_target": scale_target}
     options |= {"missing": missing, "impute": impute, "na_values": na_values, "decimal": decimal}
     options |= {"thousands": thousands, "dates": dates, "header": header, "encoding": encoding}
+    options |= {"lazy": False if lazy is None else lazy, "memory_mb": memory_mb}
     return from_file(path, client, target, shares, task=task, saved=saved, **options)
 
 
@@ -90,6 +93,8 @@ def folder(
     dates: Sequence[str] | Mapping[str, str] | None = None,
     header: bool | Sequence[str] | None = None,
     encoding: str | None = None,
+    lazy: bool | None = None,
+    memory_mb: float | None = None,
 ) -> FederatedData:
     """A folder with one file or folder per client; see ``FederatedData.from_folder``."""
     given: dict[str, Any] = {"drop": drop, "scale": scale, "scale_target": scale_target, "missing": missing}
@@ -97,7 +102,7 @@ def folder(
     given |= {"dates": dates, "header": header, "encoding": encoding}
     options = {key: value for key, value in given.items() if value is not None}
     options |= {} if target is None else {"task": task, "saved": saved}
-    return from_folder(path, shares, target, size, **options)
+    return from_folder(path, shares, target, size, False if lazy is None else lazy, memory_mb, **options)
 
 
 READERS: dict[str, Callable[..., FederatedData]] = {"csv": csv, "parquet": csv, "arrow": csv, "folder": folder}
@@ -228,12 +233,14 @@ class DataTable(NamedTable):
             outputs = len(encoding.classes) if loss == "cross_entropy" else 1
             return SampleSpec(encoding.shape, outputs, torch.float32)
         fed = self.make_data(seed, loss=loss)
-        return SampleSpec(fed.train.shape, self.outputs(fed, loss), tree.map(lambda part: part.dtype, fed.train.x))
+        return SampleSpec(
+            fed.train.shape, self.outputs(fed, loss), tree.map(lambda part: part.dtype, fed.train.head(1)[0])
+        )
 
     def outputs(self, fed: FederatedData, loss: str) -> int:
         """The number of outputs that a model needs: one per class, or one per number in y."""
         if loss in REGRESSIONS:
-            return math.prod(first(fed.train.y).shape[1:])
+            return math.prod(first(fed.train.head(1)[1]).shape[1:])
         if loss == "bce":
             return 1
         if not self._is_user_data:
@@ -241,7 +248,7 @@ class DataTable(NamedTable):
         if fed.encoding is not None and fed.encoding.classes:
             return len(fed.encoding.classes)
         splits = [split for name in ("train", "validation", "test") if (split := fed.split(name)) is not None]
-        return max(1 + int(first(split.y).max()) for split in splits)
+        return max(1 + int(first(split.all_y()).max()) for split in splits)
 
     def outputs_without_data(self, loss: str) -> int:
         """The same on a server that does not have the data."""

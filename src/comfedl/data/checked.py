@@ -101,7 +101,8 @@ def _as_samples(split: str, client: str | None, what: str, value: Any) -> Sample
     return dict(zip((key for key, _ in pairs), parts, strict=True)) if isinstance(value, Mapping) else tuple(parts)
 
 
-def _as_pair(split: str, client: str, value: Any) -> Batch:
+def as_pair(split: str, client: str | None, value: Any) -> Batch:
+    """x and y of a client (None: of all) as tensors."""
     if _is_frame(value):
         raise DataError(
             f"Client {client!r} in {split} is a {type(value).__name__}; give (x, y), such as (df[inputs], df[target]), "
@@ -157,19 +158,12 @@ def check_same(what: str, ours: Samples, theirs: Samples, here: str, there: str)
 
 def flatten(split: str, names: Sequence[str], clients: Mapping[str, Any]) -> Split:
     """The data of all clients as one split; ``names`` are those in train."""
-    unknown = sorted(set(clients) - set(names), key=str)
-    if unknown:
-        raise DataError(f"Client {unknown[0]!r} is in {split} but not in train; give it train data, or leave it out.")
-    missing = [name for name in names if name not in clients]
-    if split == "outer" and missing:
-        raise DataError(f"Client {missing[0]!r} has no outer data; give outer data for every client, or for none.")
-    if not clients:
-        raise DataError(f"{split} has no clients; give some, or leave {split} out.")
-    pairs = {name: _as_pair(split, name, clients[name]) for name in names if name in clients}
+    check_clients(split, names, clients)
+    pairs = {name: as_pair(split, name, clients[name]) for name in names if name in clients}
     (first, (x0, y0)), *others = pairs.items()
     for name, (x, y) in others:
-        _check_alike(split, "x", first, x0, name, x)
-        _check_alike(split, "y", first, y0, name, y)
+        check_alike(split, "x", first, x0, name, x)
+        check_alike(split, "y", first, y0, name, y)
     sizes = [samples.count(pairs[name][0]) if name in pairs else 0 for name in names]
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     x, y = (samples.cat([pair[part] for pair in pairs.values()]) for part in (0, 1))
@@ -178,7 +172,19 @@ def flatten(split: str, names: Sequence[str], clients: Mapping[str, Any]) -> Spl
     return flat
 
 
-def _check_alike(split: str, what: str, first: str, ours: Samples, name: str, theirs: Samples) -> None:
+def check_clients(split: str, names: Sequence[str], clients: Mapping[str, Any]) -> None:
+    """Check whose data are given for a split; ``names`` are the clients in train."""
+    unknown = sorted(set(clients) - set(names), key=str)
+    if unknown:
+        raise DataError(f"Client {unknown[0]!r} is in {split} but not in train; give it train data, or leave it out.")
+    missing = [name for name in names if name not in clients]
+    if split == "outer" and missing:
+        raise DataError(f"Client {missing[0]!r} has no outer data; give outer data for every client, or for none.")
+    if not clients:
+        raise DataError(f"{split} has no clients; give some, or leave {split} out.")
+
+
+def check_alike(split: str, what: str, first: str, ours: Samples, name: str, theirs: Samples) -> None:
     """Refuse a client's samples that are not like those of the first one."""
     if samples.structure(ours) != samples.structure(theirs):
         raise DataError(
@@ -200,12 +206,22 @@ def _check_alike(split: str, what: str, first: str, ours: Samples, name: str, th
 
 def check_flat(split: str, parts: Any, clients: int | None) -> tuple[Samples, Samples, NDArray[np.int64]]:
     """The checked x, y and offsets of a flat split; ``clients`` is the required number of clients."""
+    check_parts(split, parts)
+    x, y = check_pair(split, None, *(parts[:1] if parts[1] is None else parts[:2]))
+    return x, y, check_offsets(split, parts[2], samples.count(x), clients)
+
+
+def check_parts(split: str, parts: Any) -> None:
+    """Check that a flat split is (x, y, offsets)."""
     if not isinstance(parts, tuple | list) or len(parts) != 3:
         found = f"{type(parts).__name__} of {len(parts)}" if hasattr(parts, "__len__") else type(parts).__name__
         raise DataError(f"{split} is a {found}, but it must be (x, y, offsets).")
-    x, y = check_pair(split, None, *(parts[:1] if parts[1] is None else parts[:2]))
+
+
+def check_offsets(split: str, given: Any, size: int, clients: int | None) -> NDArray[np.int64]:
+    """Where each client's samples begin, of ``size`` in all; ``clients`` is the required number of clients."""
     try:
-        offsets = np.asarray(parts[2])
+        offsets = np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"The offsets of {split} cannot be read as numbers ({error}).") from None
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or len(offsets) < 2:
@@ -219,13 +235,13 @@ def check_flat(split: str, parts: Any, clients: int | None) -> tuple[Samples, Sa
             f"There are {len(offsets)} offsets in {split} but {clients + 1} in train; give one more than there are "
             "clients in both."
         )
-    size, decreases = samples.count(x), np.flatnonzero(np.diff(offsets) < 0)
+    decreases = np.flatnonzero(np.diff(offsets) < 0)
     if offsets[0] != 0 or offsets[-1] != size or len(decreases):
         fault = f"decrease at index {decreases[0] + 1}" if len(decreases) else f"go from {offsets[0]} to {offsets[-1]}"
         raise DataError(
             f"The offsets of {split} {fault}, but they must increase from 0 to {size}, the number of samples."
         )
-    return x, y, offsets
+    return offsets
 
 
 def check_finite(split: str, flat: Split) -> None:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from comfedl.data.checked import by_client, check_finite, check_flat, check_same, flatten
+from comfedl.data.checked import (
+    by_client,
+    check_clients,
+    check_finite,
+    check_flat,
+    check_offsets,
+    check_parts,
+    check_same,
+    flatten,
+)
+from comfedl.data.client_cache import ClientCache, cache_if_lazy
 from comfedl.data.client_names import checked_names
+from comfedl.data.lazy_split import LazySplit
+from comfedl.data.sources import ArraySource, stored_pair
 from comfedl.data.split import Batch, Split
-from comfedl.utils import samples
+from comfedl.utils import tree
 from comfedl.utils.errors import DataError
 from comfedl.utils.fingerprint import fingerprint
 
@@ -33,6 +47,9 @@ class FederatedData:
             numbered clients.
         validation, test: the same, for any of the clients.
         outer: the data of the outer function in a two-level problem, for every client; the train data by default.
+        lazy: leave memory-mapped arrays (``numpy.load(file, mmap_mode="r")``) in their files, and read a client's
+            samples when they are needed. Other arrays stay in memory.
+        memory_mb: with ``lazy``, how much of the clients' data may be in memory at a time; 500 by default.
 
     Clients are sorted by name, so the order in which they are given does not matter. ``encoding`` says how table rows
     were turned into numbers and what the labels are called, if known.
@@ -46,7 +63,11 @@ class FederatedData:
         validation: Mapping[str, Any] | Sequence[Any] | None = None,
         test: Mapping[str, Any] | Sequence[Any] | None = None,
         outer: Mapping[str, Any] | Sequence[Any] | None = None,
+        *,
+        lazy: bool = False,
+        memory_mb: float | None = None,
     ) -> None:
+        cache = cache_if_lazy(lazy, memory_mb)
         given = {"train": train, "validation": validation, "test": test, "outer": outer}
         splits = {split: by_client(split, clients) for split, clients in given.items() if clients is not None}
         if not splits.get("train"):
@@ -55,7 +76,11 @@ class FederatedData:
             if not isinstance(name, str) or not name:
                 raise DataError(f"A client's name is {name!r}, but it must be a non-empty string.")
         names = tuple(sorted(splits["train"]))
-        self._splits = {split: flatten(split, names, clients) for split, clients in splits.items()}
+        if cache is None:
+            self._splits = {split: flatten(split, names, clients) for split, clients in splits.items()}
+        else:
+            self._splits = {split: _left(split, names, clients, cache) for split, clients in splits.items()}
+            check_memory(self._splits)
         self._check_shapes()
 
     @classmethod
@@ -71,7 +96,9 @@ class FederatedData:
                 f"Client {self.names[int(i)]!r} has no outer data; give outer data for every client, or for none."
             )
         for split, flat in self._splits.items():
-            check_finite(split, flat)
+            if flat.at_hand:
+                check_finite(split, flat)
+        check_memory(self._splits)
         self._check_shapes()
         return self
 
@@ -83,6 +110,9 @@ class FederatedData:
         test: tuple[Any, Any, Any] | None = None,
         outer: tuple[Any, Any, Any] | None = None,
         names: Sequence[str] | None = None,
+        *,
+        lazy: bool = False,
+        memory_mb: float | None = None,
     ) -> FederatedData:
         """Make data from the concatenated samples of all clients: fast for a million clients, and without a copy.
 
@@ -92,21 +122,30 @@ class FederatedData:
                 be tuples or dicts of arrays.
             validation, test, outer: the same, for the same clients; in validation and test, clients may be empty.
             names: the clients' names, sorted; by default they are numbered "000000", "000001" and so on.
+            lazy, memory_mb: as in ``FederatedData(...)``, for data that do not fit into memory.
 
         Do not change the arrays afterwards: they are not copied, except for read-only arrays and non-int64 labels.
-        ``numpy.load(file, mmap_mode="c")`` leaves them on disk until they are used.
 
         >>> FederatedData.from_flat((torch.zeros(5, 2), torch.tensor([0, 1, 0, 1, 1]), [0, 3, 5])).train["1"][1]
         tensor([1, 1])
         """
         given = {"train": train, "validation": validation, "test": test, "outer": outer}
         splits: dict[str, Split] = {}
+        cache = cache_if_lazy(lazy, memory_mb)
         for split, parts in given.items():
             if parts is not None:
                 count = len(splits["train"].names) if splits else None
-                x, y, offsets = check_flat(split, parts, count)
+                if cache is None:
+                    x, y, offsets = check_flat(split, parts, count)
+                    checked = splits["train"].names if splits else checked_names(names, len(offsets) - 1)
+                    splits[split] = Split(x, y, checked, offsets)
+                    continue
+                check_parts(split, parts)
+                pair = stored_pair(split, None, tuple(parts[:2]))
+                offsets = check_offsets(split, parts[2], len(tree.leaves(pair[0])[0]), count)
                 checked = splits["train"].names if splits else checked_names(names, len(offsets) - 1)
-                splits[split] = Split(x, y, checked, offsets)
+                source = ArraySource([pair], offsets[:-1], np.diff(offsets))
+                splits[split] = LazySplit(split, source, checked, cache, None)
         return cls.from_splits(splits)
 
     @classmethod
@@ -177,14 +216,25 @@ class FederatedData:
             path: the file; its suffix says what it is.
             client, target, validation, test, seed: as in ``from_dataframe``.
             options: the others of ``from_dataframe``, and how cells are written: ``decimal``, ``thousands``, ``header``
-                (the names of the columns of a file without a header line, or False) and ``encoding``.
+                (the names of the columns of a file without a header line, or False) and ``encoding``. With
+                ``lazy=True`` the row groups of a Parquet file are read when a client needs them, and at most
+                ``memory_mb`` (500 by default) of the clients' data are in memory at a time.
         """
         from comfedl.data.from_tables import Shares, from_file
 
         return from_file(path, client, target, Shares(validation, test, seed), **options)
 
     @classmethod
-    def from_datasets(cls, train: Any, validation: Any = 0.2, test: Any = 0.2, seed: int = 0) -> FederatedData:
+    def from_datasets(
+        cls,
+        train: Any,
+        validation: Any = 0.2,
+        test: Any = 0.2,
+        seed: int = 0,
+        *,
+        lazy: bool = False,
+        memory_mb: float | None = None,
+    ) -> FederatedData:
         """Make data from map-style torch Datasets, one per client, whose samples are pairs (x, y).
 
         x and y are tensors, or tuples or dicts of tensors. Every sample is read once, so random augmentation in a
@@ -194,10 +244,13 @@ class FederatedData:
             train: client name -> Dataset, or a list of Datasets; then clients are numbered.
             validation, test: the same, for any of the clients; or the share of each client's train samples to hold out,
                 drawn with ``seed``; or None.
+            lazy: read a sample whenever it is needed, instead of all of them once. With shares, every sample is still
+                read once at the start, for its label.
+            memory_mb: with ``lazy``, how much of the clients' data may be in memory at a time; 500 by default.
         """
         from comfedl.data.from_datasets import from_datasets
 
-        return from_datasets(train, validation, test, seed)
+        return from_datasets(train, validation, test, seed, lazy, memory_mb)
 
     @classmethod
     def from_folder(
@@ -209,7 +262,8 @@ class FederatedData:
         ``from_dataframe`` and, for the cells of CSV, ``decimal``, ``thousands``, ``header`` and ``encoding``), or .npz
         or .safetensors with arrays x and y. For images (PNG or JPEG, read with Pillow; ``size`` resizes them), each
         client's folder has one subfolder per class. A client's folder may hold files named train, validation and test
-        instead of the shares.
+        instead of the shares. With ``lazy=True`` arrays, images and Parquet files are read when a client needs them,
+        and at most ``memory_mb`` (500 by default) of the clients' data are in memory at a time.
         """
         from comfedl.data.from_folders import from_folder
         from comfedl.data.from_tables import Shares
@@ -289,13 +343,12 @@ class FederatedData:
             for start in range(0, len(split.names), NAMES_PER_CHUNK):  # a million names at once would take much memory
                 stop = start + NAMES_PER_CHUNK
                 yield name, tuple(split.names[start:stop]), split.offsets[start : stop + 1].tobytes()
-            for whole in (split.x, split.y, split.rows):
-                for key, part in [] if whole is None else samples.named(whole):
-                    if key:  # of a tuple or dict
-                        yield key
-                    if part.data_ptr() not in seen:
-                        seen.add(part.data_ptr())
-                        yield part
+            for part in split.identity():
+                if not isinstance(part, Tensor):
+                    yield part
+                elif part.data_ptr() not in seen:
+                    seen.add(part.data_ptr())
+                    yield part
 
     def digest(self) -> str:
         """The SHA-256 digest of all samples, by split and client."""
@@ -313,5 +366,31 @@ class FederatedData:
         for name in ("validation", "test"):
             split = self._splits.get(name)
             if split is not None:
-                check_same("x", train.x, split.x, "in train", f"in {name}")
-                check_same("y", train.y, split.y, "in train", f"in {name}")
+                for what, ours, theirs in zip("xy", train.head(1), split.head(1), strict=True):
+                    check_same(what, ours, theirs, "in train", f"in {name}")
+
+
+def _left(split: str, names: Sequence[str], clients: Mapping[str, Any], cache: ClientCache) -> Split:
+    """A split of the clients' arrays, which stay where they are."""
+    check_clients(split, names, clients)
+    none = (torch.zeros(0), torch.zeros(0))
+    pairs = [stored_pair(split, name, clients[name]) if name in clients else none for name in names]
+    sizes = np.array([len(tree.leaves(x)[0]) for x, _ in pairs])
+    return LazySplit(split, ArraySource(pairs, np.zeros_like(sizes), sizes), names, cache, None)
+
+
+def check_memory(splits: Mapping[str, Split]) -> None:
+    """Refuse a client that is too large for the memory that data on disk may take."""
+    lazy = [split for split in splits.values() if isinstance(split, LazySplit)]
+    if not lazy:
+        return
+    cache = lazy[0].cache
+    total = sum((split.sizes * split.row_bytes for split in lazy), np.zeros(len(lazy[0].names), dtype=np.int64))
+    largest = int(np.argmax(total))
+    if total[largest] > cache.bound:
+        need = math.ceil(2 * int(total[largest]) / 1e6)
+        raise DataError(
+            f"Client {lazy[0].names[largest]!r} has {total[largest] / 1e6:.4g} MB of samples, but memory_mb is "
+            f"{cache.memory_mb:g}, which has to hold two clients: the one that trains and the next one; give "
+            f"memory_mb = {need} or more, or divide its data among several clients."
+        )

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from comfedl.data.cell_format import make_format
+from comfedl.data.checked import check_clients
+from comfedl.data.client_cache import ClientCache, cache_if_lazy
 from comfedl.data.federated import Batch, FederatedData
+from comfedl.data.file_sources import FileSource, ImageSource
 from comfedl.data.from_tables import (
     FORMAT_KEYS,
     SPLITS,
@@ -30,6 +34,8 @@ from comfedl.data.from_tables import (
     split_clients,
     user_path,
 )
+from comfedl.data.lazy_data import drawn_rows, lazy_data
+from comfedl.data.lazy_tables import from_parquet
 from comfedl.data.table_files import TABLES, read_table
 from comfedl.data.tabular import Encoding
 from comfedl.utils.errors import ConfigError, DataError
@@ -50,9 +56,12 @@ def from_folder(
     shares: Shares,
     target: str | None = None,
     size: int | Sequence[int] | None = None,
+    lazy: bool = False,
+    memory_mb: float | None = None,
     **options: Any,
 ) -> FederatedData:
     """See ``FederatedData.from_folder``."""
+    cache = cache_if_lazy(lazy, memory_mb)
     folder = user_path(path)
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}; give one with a file or a subfolder per client.")
@@ -60,17 +69,17 @@ def from_folder(
     classes = sorted({sub.name for entry in entries if entry.is_dir() for sub in entry.iterdir() if sub.is_dir()})
     if classes:
         _reject_options("images", {"target": target, **options})
-        return _from_images(folder, entries, classes, size, shares)
+        return _from_images(folder, entries, classes, size, shares, cache)
     files = [found for entry in entries for found in _files(entry)]
     kinds = {file.suffix.lower() for _, _, file in files}
     if len(kinds) == 1 and kinds <= {*TABLES}:
         _reject_options("tables", {"size": size})
         if target is None:
             raise ConfigError('target is missing; name the column to predict, such as target = "outcome".')
-        return _from_tables(folder, files, target, shares, options)
+        return _from_tables(folder, files, target, shares, options, cache)
     if kinds and kinds <= {*ARRAYS}:
         _reject_options("arrays", {"target": target, "size": size, **options})
-        return _from_arrays(files, shares)
+        return _from_arrays(files, shares) if cache is None else _lazy_arrays(files, shares, cache)
     given = f"{', '.join(sorted(kinds))} files" if kinds else "no files"
     raise DataError(
         f"{folder} has {given}, but it must have per client a table (CSV, Parquet or Arrow), an .npz or "
@@ -106,9 +115,24 @@ def _have_splits(files: ClientFiles) -> bool:
 
 
 def _from_tables(
-    folder: Path, files: ClientFiles, target: str, shares: Shares, options: dict[str, Any]
+    folder: Path,
+    files: ClientFiles,
+    target: str,
+    shares: Shares,
+    options: dict[str, Any],
+    cache: ClientCache | None,
 ) -> FederatedData:
     format = make_format(**{key: options.pop(key, None) for key in FORMAT_KEYS})
+    split = SPLIT if _have_splits(files) else None
+    owners: dict[str, list[Any]] = {CLIENT: [client for client, _, _ in files]}
+    if split is not None:
+        owners[split] = [part for _, part, _ in files]
+    if cache is not None:
+        paths = [file for _, _, file in files]
+        fed = from_parquet(paths, str(folder), CLIENT, target, shares, format, cache, owners, split=split, **options)
+        assert fed.encoding is not None
+        fed.encoding = replace(fed.encoding, client=None)
+        return fed
     tables = [read_table(file, format) for _, _, file in files]
     names = list(tables[0].columns)
     for table, (client, _, file) in zip(tables, files, strict=True):
@@ -125,10 +149,7 @@ def _from_tables(
         if len(kinds) > 1 and "M" in kinds:
             raise DataError(f"Column {name!r} has dates in some files of {folder} only; give all the same type.")
         columns[name] = np.concatenate([table.columns[name] for table in tables])
-    columns[CLIENT] = np.repeat(np.array([client for client, _, _ in files], dtype=object), sizes)
-    split = SPLIT if _have_splits(files) else None
-    if split is not None:
-        columns[split] = np.repeat(np.array([part for _, part, _ in files], dtype=object), sizes)
+    columns |= {name: np.repeat(np.array(values, dtype=object), sizes) for name, values in owners.items()}
     notes = tuple(note for table in tables for note in table.notes)
     added = frozenset({CLIENT, SPLIT})
     table = replace(tables[0], columns=columns, source=str(folder), notes=notes, added=added)
@@ -185,7 +206,26 @@ def _from_arrays(files: ClientFiles, shares: Shares) -> FederatedData:
     return from_batches(found) if have_splits else split_clients(found["train"], shares)
 
 
-def _from_images(folder: Path, entries: list[Path], classes: list[str], size: Any, shares: Shares) -> FederatedData:
+def _lazy_arrays(files: ClientFiles, shares: Shares, cache: ClientCache) -> FederatedData:
+    have_splits = _have_splits(files)
+    found: dict[str, dict[str, Path]] = {split: {} for split in SPLITS}
+    for client, split, file in files:
+        own = found[split or "train"]
+        if client in own:
+            raise DataError(f"Client {client!r} has two files ({file.name} is the second); put its samples in one.")
+        own[client] = file
+    names = tuple(sorted(found["train"]))
+    for split, own in found.items():
+        if own:
+            check_clients(split, names, own)
+    sources = {split: FileSource([own.get(name) for name in names], read_arrays) for split, own in found.items() if own}
+    given = {split: (source, None) for split, source in sources.items()}
+    return lazy_data(names, given if have_splits else drawn_rows(names, sources["train"], shares), cache)
+
+
+def _from_images(
+    folder: Path, entries: list[Path], classes: list[str], size: Any, shares: Shares, cache: ClientCache | None
+) -> FederatedData:
     files = [
         (entry.name, classes.index(sub.name), file)
         for entry in entries
@@ -204,7 +244,18 @@ def _from_images(folder: Path, entries: list[Path], classes: list[str], size: An
         with _opened(file) as image:
             modes.add(image.mode)
     mode = "L" if modes <= {"L", "1", "I;16", "LA"} else "RGB"
-    images = [read_image(file, mode, shape, resize=size is not None) for _, _, file in files]
+    read = partial(read_image, mode=mode, shape=shape, resize=size is not None)
+    if cache is not None:
+        own: dict[str, list[tuple[int, Path]]] = {}
+        for client, label, file in files:
+            own.setdefault(client, []).append((label, file))
+        names = tuple(sorted(own))
+        labels = [torch.tensor([label for label, _ in own[name]]) for name in names]
+        source = ImageSource([[file for _, file in own[name]] for name in names], labels, read)
+        sample = (1, *shape) if mode == "L" else (3, *shape)
+        encoding = Encoding(classes=tuple(classes), shape=sample, image=(mode, *shape))
+        return lazy_data(names, drawn_rows(names, source, shares), cache, encoding)
+    images = [read(file) for _, _, file in files]
     x = torch.from_numpy(np.stack(images))
     clients, y = np.array([name for name, _, _ in files], dtype=object), torch.tensor([label for _, label, _ in files])
     encoding = Encoding(classes=tuple(classes), shape=tuple(x.shape[1:]), image=(mode, *shape))

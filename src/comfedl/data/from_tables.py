@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from comfedl.data.cell_format import make_format
+from comfedl.data.client_cache import cache_if_lazy
 from comfedl.data.federated import Batch, FederatedData
 from comfedl.data.fit_table import TableRows, TaskOptions, check_impute, describe_column, fit_encoding
 from comfedl.data.partition import stratified
@@ -77,10 +78,12 @@ def from_table(
     na_values: Any = None,
     dates: Any = None,
     saved: Encoding | None = None,
+    make: Maker | None = None,
 ) -> FederatedData:
     """See ``FederatedData.from_dataframe``; ``saved`` is the encoding of an earlier run, to be used once more.
 
-    A table that was read from a file has its own ``na_values`` and dates.
+    A table that was read from a file has its own ``na_values`` and dates. ``make`` makes the data of an encoded table
+    that is not in memory.
     """
     shares.check()
     table = as_table(frame)
@@ -94,8 +97,9 @@ def from_table(
     used, dropped = _with_values(table, options, split, [name for name in inputs if name not in rules])
     names = np.array(used.strings(client), dtype=object)
     splits = _split_of_rows(used, names, target, shares, split, task)
+    make = make or _in_memory
     if saved is not None:
-        return from_batches(by_split(*_encoded(saved, used), names, splits), saved)
+        return make(used, saved, torch.from_numpy(saved.y(used)), names, splits)
     encoding, fitted = fit_encoding(TableRows(used, names, splits), inputs, options, rules)
     fates = {name: found.fate for name, found in fitted.items()}
     fates |= dict.fromkeys(drop, "left out: dropped by the config")
@@ -108,18 +112,22 @@ def from_table(
         *(note_spellings(used, target, "label") if encoding.classes else ()),
         *(note for found in fitted.values() for note in found.notes),
     ]
-    x, y = _encoded(encoding, used)
+    y = torch.from_numpy(encoding.y(used))
     notes += _note_untrained(encoding, y, splits)
     columns = tuple(describe_column(table, name, fates[name]) for name in table.columns)
     report = TableReport(table.source, len(table), columns, dropped, tuple(notes))
     if torchrun.rank() == 0:
         for note in notes:
             logger.warning("%s", note)
-    return from_batches(by_split(x, y, names, splits), replace(encoding, report=report))
+    return make(used, replace(encoding, report=report), y, names, splits)
 
 
-def _encoded(encoding: Encoding, table: Table) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(encoding.x(table)), torch.from_numpy(encoding.y(table))
+Maker = Callable[[Table, Encoding, Tensor, NDArray[Any], NDArray[Any]], FederatedData]
+"""Makes FederatedData of a table, its encoding, the y of its rows, and the client and the split of each row."""
+
+
+def _in_memory(table: Table, encoding: Encoding, y: Tensor, names: NDArray[Any], splits: NDArray[Any]) -> FederatedData:
+    return from_batches(by_split(torch.from_numpy(encoding.x(table)), y, names, splits), encoding)
 
 
 def _check_options(table: Table, options: TaskOptions, split: str | None, drop: Sequence[str]) -> None:
@@ -252,6 +260,12 @@ def from_batches(splits: Mapping[str, Mapping[str, Batch]], encoding: Encoding |
 def from_file(path: Any, client: str, target: str, shares: Shares, **options: Any) -> FederatedData:
     """FederatedData from a CSV, Parquet or Arrow file with a column of client names."""
     format = make_format(**{key: options.pop(key, None) for key in FORMAT_KEYS})
+    cache = cache_if_lazy(options.pop("lazy", False), options.pop("memory_mb", None))
+    if cache is not None:
+        from comfedl.data.lazy_tables import from_parquet
+
+        file = user_path(path)
+        return from_parquet([file], file.name, client, target, shares, format, cache, **options)
     table = read_table(user_path(path), format)
     if format.header is False:  # columns may be given by their number
         client, target, split = (_numbered(name) for name in (client, target, options.pop("split", None)))

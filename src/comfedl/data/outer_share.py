@@ -11,7 +11,6 @@ from torch import Tensor
 
 from comfedl.data.federated import FederatedData
 from comfedl.data.partition import drawn
-from comfedl.data.split import Split
 from comfedl.utils import rng
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.samples import Samples
@@ -37,12 +36,12 @@ def set_aside(fed: FederatedData, share: float, seed: int) -> FederatedData:
     kept, held = [], []
     for i, name in enumerate(train.names):
         generator = rng.generator(seed, "data/outer share", client=name)
-        y, samples = train.samples_of(i)[1], int(train.sizes[i])
-        inside, outside = _split(y, samples, held_out(samples, share), generator)
-        kept.append(inside + train.offsets[i])
-        held.append(outside + train.offsets[i])
+        samples = int(train.sizes[i])
+        inside, outside = _split(train.y_of(i), samples, held_out(samples, share), generator)
+        kept.append(inside)
+        held.append(outside)
     splits = {name: split for name in ("validation", "test") if (split := fed.split(name)) is not None}
-    made = FederatedData.from_splits({"train": _part(train, kept), **splits, "outer": _part(train, held)})
+    made = FederatedData.from_splits({"train": train.part(kept), **splits, "outer": train.part(held)})
     made.encoding = fed.encoding
     return made
 
@@ -57,9 +56,3 @@ def _split(
             return drawn(labels.numpy().astype(np.int64), count, generator)
     held = np.sort(generator.choice(samples, size=count, replace=False))
     return np.setdiff1d(np.arange(samples), held), held
-
-
-def _part(split: Split, positions: list[NDArray[np.int64]]) -> Split:
-    """Each client's samples at these positions of the split, without copying them."""
-    offsets = np.concatenate([[0], np.cumsum([len(own) for own in positions])]).astype(np.int64)
-    return Split(split.x, split.y, split.names, offsets, split.rows_at(np.concatenate(positions)))

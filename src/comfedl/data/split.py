@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from comfedl.data import client_names
 from comfedl.utils import samples, tree
 from comfedl.utils.samples import Samples
+from comfedl.utils.tree import Tree
 
 Batch = tuple[Samples, Samples]
 
@@ -65,6 +67,14 @@ class Split(Mapping[str, Batch]):
     def __len__(self) -> int:
         return int(np.count_nonzero(self.sizes))
 
+    at_hand = True
+    """Whether the samples are in memory; see ``LazySplit``."""
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one sample, x and y."""
+        return sum(leaf[:1].numel() * leaf.element_size() for leaf in tree.leaves(self.head(1)))
+
     def head(self, size: int) -> Batch:
         """The first samples, of whichever client."""
         return samples.between(self.x, 0, size), samples.between(self.y, 0, size)
@@ -72,6 +82,49 @@ class Split(Mapping[str, Batch]):
     def samples_of(self, i: int) -> Batch:
         """All of the i-th client's samples."""
         return self._between(int(self.offsets[i]), int(self.offsets[i + 1]))
+
+    def y_of(self, i: int) -> Samples:
+        """The y of all of the i-th client's samples."""
+        return self.samples_of(i)[1]
+
+    def all_y(self) -> Samples:
+        """The y of all clients."""
+        return self.y
+
+    def check_each(self, check: Callable[[str, Samples], None]) -> None:
+        """Call ``check(client, y)`` for every client: now, or when its samples are read."""
+        for i, name in enumerate(self.names):
+            check(name, self.y_of(i))
+
+    def ready(self, positions: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:
+        """A split in memory that has the samples at these positions, and their positions in it."""
+        return self, positions
+
+    def part(self, positions: Sequence[NDArray[np.int64]]) -> Split:
+        """Each client's samples at these positions within the client, without copying them."""
+        offsets = np.concatenate([[0], np.cumsum([len(own) for own in positions])]).astype(np.int64)
+        places = np.concatenate([own + start for own, start in zip(positions, self.offsets, strict=False)])
+        return Split(self.x, self.y, self.names, offsets, self.rows_at(places))
+
+    def relabelled(self, clients: Iterable[int], change: Callable[[Tensor, Any], Tensor], more: Tree) -> Split:
+        """The same with ``change(y, more)`` as the y of these clients; ``more`` has the structure of y."""
+        ranges = [torch.arange(*self.offsets[i : i + 2].tolist(), device=self.device) for i in clients]
+        rows = torch.cat(ranges) if self.rows is None else self.rows[torch.cat(ranges)]
+
+        def changed(y: Tensor, own: Any) -> Tensor:
+            y = y.clone()
+            y[rows] = change(y[rows], own)
+            return y
+
+        return Split(self.x, tree.map(changed, self.y, more), self.names, self.offsets, self.rows)
+
+    def identity(self) -> Iterator[Any]:
+        """What identifies the samples, for a fingerprint: the tensors, and the keys of a tuple or dict."""
+        for whole in (self.x, self.y, self.rows):
+            for key, part in [] if whole is None else samples.named(whole):
+                if key:
+                    yield key
+                yield part
 
     def _between(self, start: int, stop: int) -> Batch:
         """The samples at these positions in a row; views, unless there are ``rows``."""

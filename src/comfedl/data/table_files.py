@@ -6,7 +6,8 @@ import codecs
 import csv
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,16 @@ def _finite(text: str, format: CellFormat) -> bool:
 
 
 def _read_arrow(path: Path, format: CellFormat) -> Table:
+    with _arrow_errors(path):
+        table = _arrow_table(path)
+        columns = {name: to_numpy(table.column(k)) for k, name in enumerate(table.column_names)}
+    check_columns(path, table.column_names, table.num_rows)
+    return Table(columns, path.name, format=format)
+
+
+@contextmanager
+def _arrow_errors(path: Path) -> Iterator[None]:
+    """Report what is wrong with a file that pyarrow reads."""
     try:
         import pyarrow as pa
     except ImportError:
@@ -210,18 +221,31 @@ def _read_arrow(path: Path, format: CellFormat) -> Table:
     if not path.is_file():
         raise DataError(f"There is no file {path}; check the name.")
     try:
-        table = _arrow_table(path)
-        columns = {name: _to_numpy(table.column(k)) for k, name in enumerate(table.column_names)}
+        yield
+    except DataError:
+        raise
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError) as error:
         text = " ".join(str(error).split())[:200]
         raise DataError(f"{path} cannot be read ({text}); give a Parquet, Arrow or Feather file, or CSV.") from None
-    names = table.column_names
-    if not names or not table.num_rows:
+
+
+@contextmanager
+def opened_parquet(path: Path) -> Iterator[Any]:
+    """A Parquet file of which only the description has been read."""
+    with _arrow_errors(path):
+        from pyarrow import parquet
+
+        with parquet.ParquetFile(path) as file:
+            yield file
+
+
+def check_columns(path: Path, names: Sequence[str], rows: int) -> None:
+    """Check the columns' names, and that there are rows."""
+    if not names or not rows:
         raise DataError(f"{path} has no rows; give a table with one row per sample.")
     twice = next((name for i, name in enumerate(names) if not name or name in names[:i]), None)
     if twice is not None:
         raise DataError(f"{path} has two columns {twice!r}, or one without a name; rename one.")
-    return Table(columns, path.name, format=format)
 
 
 def _arrow_table(path: Path) -> Any:
@@ -237,7 +261,7 @@ def _arrow_table(path: Path) -> Any:
             return pa.ipc.open_stream(source).read_all()
 
 
-def _to_numpy(column: Any) -> NDArray[Any]:
+def to_numpy(column: Any) -> NDArray[Any]:
     """A column as numbers, booleans, dates or objects; NaN, NaT or None where a value is missing."""
     import pyarrow as pa
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from comfedl.core.learner import Batch
 from comfedl.core.protocol import Draw
 from comfedl.data.federated import FederatedData, Split
+from comfedl.data.lazy_split import LazySplit
 from comfedl.data.transform import TransformFunction
 from comfedl.engines.stacked import Ragged
 from comfedl.engines.transformed import Changes, TransformedBatches
-from comfedl.utils import rng, samples, tree
+from comfedl.utils import rng, samples
 from comfedl.utils.samples import Samples
 
 IntArray = NDArray[np.int64]
@@ -169,11 +170,30 @@ class StepPlan:
             most = int(extent.max(initial=NO_DATA))
             if split is None or most == NO_DATA:
                 continue
-            row = sum(leaf[:1].numel() * leaf.element_size() for leaf in tree.leaves((split.x, split.y)))
-            self.nbytes += row * (most or draw.count * (draw.size or 0))
+            self.nbytes += split.row_bytes * (most or draw.count * (draw.size or 0))
             drawing = extent == SAMPLED
             if drawing.any():
                 self.samplers[name] = BatchSampler(split, draw, self.clients, drawing)
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether all samples are in memory."""
+        return all(split is None or split.at_hand for split in self.splits.values())
+
+    @property
+    def read_ahead_bytes(self) -> float:
+        """How many bytes of samples on disk may be read ahead."""
+        return max(split.cache.bound for split in self.splits.values() if isinstance(split, LazySplit))
+
+    def bytes_of(self, ks: IntArray) -> int:
+        """About how many bytes the batches of these clients take."""
+        total = 0
+        for name, draw in self.draws.items():
+            split, extent = self.splits[name], self.extents[name][ks]
+            if split is not None:
+                sampled = int((extent == SAMPLED).sum()) * draw.count * (draw.size or 0)
+                total += split.row_bytes * (int(np.maximum(extent, 0).sum()) + sampled)
+        return total
 
 
 class StepBatches:
@@ -188,6 +208,10 @@ class StepBatches:
         self._places: dict[str, IntArray] = {}  # indices into the flat tensors of the split
         for name, sampler in plan.samplers.items():
             self._places[name] = sampler.places(round, partial(_keys, plan, sampler, seed, self._purposes[name]))
+
+    def of(self, ks: IntArray) -> dict[str, Sequence[Batch]]:
+        """The batches of these clients, stacked if there are several."""
+        return self.of_many(ks) if len(ks) > 1 else self.of_one(int(ks[0]))
 
     def of_one(self, k: int) -> dict[str, Sequence[Batch]]:
         """The batches of the k-th client."""
@@ -215,7 +239,7 @@ class StepBatches:
             return ()
         if extent != SAMPLED:
             return [split.samples_of(int(self.clients[k]))] * plan.draws[name].count
-        return LazyBatches(split, self._places[name][plan.samplers[name].place[k]])
+        return LazyBatches(*split.ready(self._places[name][plan.samplers[name].place[k]]))
 
     def _many(self, name: str, ks: IntArray) -> Sequence[Batch]:
         plan = self.plan
@@ -223,7 +247,8 @@ class StepBatches:
         if split is None or sizes[0] == NO_DATA:
             return ()
         if sizes[0] == SAMPLED:
-            return LazyBatches(split, self._places[name][plan.samplers[name].place[ks]].transpose(1, 0, 2))
+            places = self._places[name][plan.samplers[name].place[ks]].transpose(1, 0, 2)
+            return LazyBatches(*split.ready(places))
         x, y = split.samples_of_all(self.clients[ks])
         if (sizes == sizes[0]).all():
             shape = (len(ks), int(sizes[0]))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comfedl.core.learner import Learner
+from comfedl.core.learner import Batch, Learner
 from comfedl.core.protocol import Engine, Outcome, Replies, Step, check_finite
 from comfedl.data.federated import FederatedData
 from comfedl.data.transform import TransformFunction
@@ -20,6 +20,7 @@ from comfedl.engines.batching import IntArray, StepBatches, StepPlan, chunk_slic
 from comfedl.engines.client_states import ClientStates
 from comfedl.engines.kernels import accelerate
 from comfedl.engines.purity import generator_states, trace
+from comfedl.engines.read_ahead import ReadAhead
 from comfedl.engines.replies import (
     LocalReplies,
     ReplyPart,
@@ -31,10 +32,13 @@ from comfedl.engines.replies import (
     unstack_tree,
 )
 from comfedl.engines.stacked import Stacked
-from comfedl.engines.thread_pool import ThreadPool
+from comfedl.engines.thread_pool import Chunk, ThreadPool
 from comfedl.utils import checks, rng, tree
 from comfedl.utils.errors import ConfigError, Diverged, MetricFailed
 from comfedl.utils.tree import Tree
+
+Drawn = Mapping[str, Sequence[Batch]]
+"""The batches of a client, or of several that are stacked, by the name of the draw."""
 
 logger = logging.getLogger("comfedl")
 
@@ -139,30 +143,28 @@ class Embedded(Engine):
         if threads:
             self._copy_learners()
 
-        def outcome_of(worker: int, ks: IntArray) -> Outcome:
+        def outcome_of(worker: int, ks: IntArray, drawn: Drawn) -> Outcome:
             one, many = self._learners[worker]
             noise = partial(self._noise_seed, named.noise or step, round)
+            who: list[int] = batches.clients[ks].tolist()
             try:
                 if len(ks) > 1:
                     assert many is not None
-                    outcome = self._run_many(many, named, batches, ks, message, noise)
+                    outcome = self._run_many(many, named, drawn, who, message, noise)
                 else:
-                    outcome = self._run_one(one, named, batches, int(ks[0]), received, None if pure else noise)
+                    outcome = self._run_one(one, named, drawn, who[0], received, None if pure else noise)
             except MetricFailed as error:
                 error.client = self.names[int(batches.clients[ks[error.place]])]
                 raise
             if outcome.state is not None:  # stored at once, so that not all states are in memory twice
                 with self._lock:
-                    self._states.put(batches.clients[ks].tolist(), outcome.state)
+                    self._states.put(who, outcome.state)
             return outcome._replace(state=None)
 
         parts: list[ReplyPart] = []
         failed: dict[int, Diverged] = {}  # by the client's position among those asked
         with _torch_threads(self._bytes, threads):
-            if threads:
-                outcomes = self._run_threads(step, outcome_of, chunks, round)
-            else:
-                outcomes = [outcome_of(0, ks) for ks in chunks]
+            outcomes = self._outcomes(step, outcome_of, batches, chunks, threads, round)
         for ks, outcome in zip(chunks, outcomes, strict=True):
             who: list[int] = batches.clients[ks].tolist()
             required = outcome._replace(reply=required_parts(outcome.reply))
@@ -185,14 +187,40 @@ class Embedded(Engine):
         if self._thread_safe is True:
             return True
         if step not in self._pure:
+            drawn, client = batches.of_one(0), int(batches.clients[0])
             with _torch_threads(self._bytes, True):
-                against = trace(self._one, lambda one: self._run_one(one, named, batches, 0, message, None))
+                against = trace(self._one, lambda one: self._run_one(one, named, drawn, client, message, None))
             self._pure[step] = against is None
             logger.info("Clients of the step %r run on %s.", step, f"one thread: {against}" if against else "threads")
         return self._pure[step]
 
-    def _run_threads(
-        self, step: str, job: Callable[[int, IntArray], Outcome], chunks: Sequence[IntArray], round: int
+    def _outcomes(
+        self,
+        step: str,
+        outcome_of: Callable[[int, IntArray, Drawn], Outcome],
+        batches: StepBatches,
+        chunks: list[IntArray],
+        threads: bool,
+        round: int,
+    ) -> list[Outcome]:
+        """The outcome of each chunk; samples that are not in memory are read while the chunks before train."""
+        plan = batches.plan
+        run_all = partial(self._on_threads, step, round=round) if threads else _one_by_one
+        if plan.at_hand:
+            return run_all(lambda worker, ks: outcome_of(worker, ks, batches.of(ks)), chunks)
+        sizes = [plan.bytes_of(ks) for ks in chunks]
+        with ReadAhead(lambda j: batches.of(chunks[j]), sizes, plan.read_ahead_bytes) as ahead:
+
+            def run(worker: int, j: int) -> Outcome:
+                try:
+                    return outcome_of(worker, chunks[j], ahead.take(j))
+                finally:
+                    ahead.done(j)
+
+            return run_all(run, range(len(chunks)))
+
+    def _on_threads(
+        self, step: str, job: Callable[[int, Chunk], Outcome], chunks: Sequence[Chunk], round: int
     ) -> list[Outcome]:
         """The outcomes of all chunks on several threads, which must draw no random numbers."""
         if self._thread_safe is True:
@@ -231,25 +259,24 @@ class Embedded(Engine):
         self,
         learner: Learner,
         named: Step,
-        batches: StepBatches,
-        k: int,
+        drawn: Drawn,
+        client: int,
         message: dict[str, Tree],
         noise: Callable[[int], int] | None,
     ) -> Outcome:
         """One client's step; without ``noise`` it is not to draw random numbers."""
-        client = int(batches.clients[k])
         state = self._state(client)
         state = None if state is None else tree.map(torch.clone, state)  # it may be a view of the stored state
         state = learner.to_layout(state)
         if noise is None:
-            outcome = named.run(learner, message, state, batches.of_one(k))
+            outcome = named.run(learner, message, state, drawn)
         else:
             # Dropout and other noise draw from torch's global generator: seed it per client, and restore it after.
             with torch.random.fork_rng(devices=self._devices()):
                 # On the CPU alone, seeding its generator is ten times as fast as torch.manual_seed.
                 seed = noise(client)
                 torch.manual_seed(seed) if self._devices() else torch.default_generator.manual_seed(seed)
-                outcome = named.run(learner, message, state, batches.of_one(k))
+                outcome = named.run(learner, message, state, drawn)
         reply, state, scratch = map(learner.from_layout, (outcome.reply, outcome.state, outcome.scratch))
         return outcome._replace(reply=reply, state=state, scratch=scratch)
 
@@ -257,24 +284,23 @@ class Embedded(Engine):
         self,
         learner: Stacked,
         named: Step,
-        batches: StepBatches,
-        ks: IntArray,
+        drawn: Drawn,
+        who: list[int],
         message: dict[str, Tree],
         noise: Callable[[int], int],
     ) -> Outcome:
         """The step of many clients, on stacked tensors."""
-        count = len(ks)
+        count = len(who)
         received = {
             # A scalar is the same for all clients, and stays one.
             name: part if isinstance(part, Tensor) and part.ndim == 0 else expand_tree(part, count)
             for name, part in message.items()
         }
-        who: list[int] = batches.clients[ks].tolist()
         states = [self._state(i) for i in who]
         state = None if states[0] is None else stack_trees(states)
         learner.seed(noise, who)
         try:
-            outcome = named.run(learner, received, state, batches.of_many(ks))
+            outcome = named.run(learner, received, state, drawn)
         except RuntimeError as error:
             if "vmap" not in str(error):
                 raise
@@ -317,6 +343,10 @@ class Embedded(Engine):
         """The GPU that the clients are on, if any: its generator is restored as well."""
         device = self._data.train.device
         return [device] if device.type == "cuda" else []
+
+
+def _one_by_one(job: Callable[[int, Chunk], Outcome], chunks: Sequence[Chunk]) -> list[Outcome]:
+    return [job(0, chunk) for chunk in chunks]
 
 
 def _store_scratch(states: dict[int, Tree], who: list[int], state: Tree) -> None:

@@ -354,7 +354,7 @@ def poisoned(data: FederatedData, faults: Sequence[Fault]) -> FederatedData:
     splits = {
         name: split for name in ("train", "validation", "test", "outer") if (split := data.split(name)) is not None
     }
-    classes = tree.map(_classes, data.train.y)
+    classes = tree.map(_classes, data.train.all_y())
     for name in ("train", "outer"):
         for fault in flips if name in splits else ():
             splits[name] = _relabelled(splits[name], fault, clients_of(fault, data.names), classes)
@@ -369,19 +369,8 @@ def _classes(y: Tensor) -> int:
 
 
 def _relabelled(split: Split, fault: Fault, clients: Collection[int] | None, classes: Tree) -> Split:
-    device = split.device
-    rows = torch.cat(
-        [
-            torch.arange(int(split.offsets[i]), int(split.offsets[i + 1]), device=device)
-            for i in (range(len(split.names)) if clients is None else clients)
-        ]
-    )
-    rows = rows if split.rows is None else split.rows[rows]
-
-    def flipped(y: Tensor, classes: int) -> Tensor:
-        y, own = y.clone(), y[rows]
+    def flipped(own: Tensor, classes: int) -> Tensor:
         changed = fault.relabel(own, classes)
-        y[rows] = torch.where(own < 0, own, changed) if classes else changed  # a target below 0 does not count
-        return y
+        return torch.where(own < 0, own, changed) if classes else changed  # a target below 0 does not count
 
-    return Split(split.x, tree.map(flipped, split.y, classes), split.names, split.offsets, split.rows)
+    return split.relabelled(range(len(split.names)) if clients is None else clients, flipped, classes)

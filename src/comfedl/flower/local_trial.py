@@ -175,4 +175,5 @@ def load_site(node: Mapping[str, Any]) -> FederatedData:
             return {key: give(part) for key, part in places.items()}
         return tuple(map(give, places))
 
-    return FederatedData(**{split: {about["site"]: give(part)} for split, part in json.loads(about["places"]).items()})
+    splits = {split: {about["site"]: give(part)} for split, part in json.loads(about["places"]).items()}
+    return FederatedData(splits["train"], *(splits.get(split) for split in ("validation", "test", "outer")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from comfedl.models.losses import (
     TASKS,
     Loss,
     LossFunction,
+    is_balanced,
     name_of_torch_object,
     per_sample_form,
     usable_loss,
@@ -140,8 +142,8 @@ def _takes(name: str, task: str | None, data: FederatedData) -> bool:
     splits = (data.split(split) for split in ("train", "validation", "test", "outer"))
     return task == TASKS[name] and (
         task != CLASSIFICATION
-        or data.train.y.ndim > 1
-        or all(split is None or bool((split.y >= 0).all()) for split in splits)
+        or data.train.head(1)[1].ndim > 1
+        or all(split is None or bool((split.all_y() >= 0).all()) for split in splits)
     )
 
 
@@ -166,7 +168,7 @@ def _task(output: object, y: Samples, data: FederatedData) -> str | None:
         return CLASSIFICATION
     if match_shapes(output, y)[0].shape != y.shape:
         return None
-    whole = data.train.y
+    whole = data.train.all_y()
     return BINARY if bool(((whole == 0) | (whole == 1)).all()) else REGRESSION
 
 
@@ -195,7 +197,8 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
         _check_some_count(learner.loss_function, data)
     if isinstance(learner.loss_function, Loss):
         outputs = output.shape[-1] if isinstance(output, Tensor) else 0
-        learner.loss_function = learner.loss_function.resolved(data.train.y, outputs)
+        labels = data.train.all_y() if data.train.at_hand or is_balanced(learner.loss_function) else y
+        learner.loss_function = learner.loss_function.resolved(labels, outputs)
 
 
 def _described(x: Samples) -> str:
@@ -242,18 +245,20 @@ def _check_own(learner: Learner, output: Any, y: Samples) -> None:
 
 def _check_some_count(loss: object, data: FederatedData) -> None:
     """Check that for torch's own cross-entropy some target of each client counts: the mean over none is NaN."""
-    if not isinstance(loss, nn.CrossEntropyLoss) or not isinstance(data.train.y, Tensor):
+    if not isinstance(loss, nn.CrossEntropyLoss) or not isinstance(data.train.head(1)[1], Tensor):
         return
     for name in ("train", "validation", "test", "outer"):
         split = data.split(name, instead="none")
-        for i, client in enumerate(() if split is None else split.names):
-            assert split is not None
-            targets = split.samples_of(i)[1]
-            if len(targets) and not share(loss, targets):
-                raise DataError(
-                    f"No target of client {client!r} in {name} counts for {loss!r}: all are {loss.ignore_index} or of "
-                    "classes with a weight of 0, so there is nothing to predict; give it some, or leave it out."
-                )
+        if split is not None and split.at_hand:  # of samples on disk only a part may have been read
+            split.check_each(partial(_check_some_count_of, name, loss))
+
+
+def _check_some_count_of(split: str, loss: nn.CrossEntropyLoss, client: str, targets: Tensor) -> None:
+    if len(targets) and not share(loss, targets):
+        raise DataError(
+            f"No target of client {client!r} in {split} counts for {loss!r}: all are {loss.ignore_index} or of "
+            "classes with a weight of 0, so there is nothing to predict; give it some, or leave it out."
+        )
 
 
 def _like(loss: object) -> str | None:
@@ -274,12 +279,19 @@ def _check_numbers(binary: bool, output: object, y: Tensor, data: FederatedData)
         )
     for name in ("train", "validation", "test") if binary else ():
         split = data.split(name)
-        wrong = None if split is None else torch.nonzero((split.y != 0) & (split.y != 1))
-        if split is not None and wrong is not None and len(wrong):
-            raise DataError(
-                f"bce needs labels that are 0 or 1, but {name} has {split.y[tuple(wrong[0])].item():g}; recode the "
-                "labels, or use cross_entropy for more than two classes."
-            )
+        if split is not None and split.at_hand:
+            _check_binary(name, split.y)
+        elif split is not None:
+            split.check_each(lambda client, y, name=name: _check_binary(f"client {client!r} in {name}", y))  # type: ignore[misc]
+
+
+def _check_binary(where: str, y: Tensor) -> None:
+    wrong = torch.nonzero((y != 0) & (y != 1))
+    if len(wrong):
+        raise DataError(
+            f"bce needs labels that are 0 or 1, but {where} has {y[tuple(wrong[0])].item():g}; recode the "
+            "labels, or use cross_entropy for more than two classes."
+        )
 
 
 def _check_targets(output: Tensor, y: Tensor, data: FederatedData) -> None:
@@ -293,21 +305,24 @@ def _check_targets(output: Tensor, y: Tensor, data: FederatedData) -> None:
         )
     for name in ("train", "validation", "test", "outer"):
         split = data.split(name, instead="none")
-        for i, client in enumerate(() if split is None else split.names):
-            assert split is not None
-            targets = split.samples_of(i)[1]
-            counted = targets[targets != IGNORED]
-            wrong = counted[(counted < 0) | (counted >= classes)]
-            if len(wrong):
-                raise DataError(
-                    f"Client {client!r} has the target {int(wrong[0])} in {name}, but the model has {classes} outputs, "
-                    f"so targets must be from 0 to {classes - 1}, or {IGNORED} where nothing is to be predicted."
-                )
-            if len(targets) and not len(counted):
-                raise DataError(
-                    f"All of client {client!r}'s targets in {name} are {IGNORED}, so there is nothing to predict; give "
-                    "it some, or leave it out."
-                )
+        if split is not None:
+            split.check_each(partial(_check_targets_of, name, classes, split.at_hand))
+
+
+def _check_targets_of(split: str, classes: int, whole: bool, client: str, targets: Tensor) -> None:
+    """Check a client's targets; ``whole``: these are all of them."""
+    counted = targets[targets != IGNORED]
+    wrong = counted[(counted < 0) | (counted >= classes)]
+    if len(wrong):
+        raise DataError(
+            f"Client {client!r} has the target {int(wrong[0])} in {split}, but the model has {classes} outputs, "
+            f"so targets must be from 0 to {classes - 1}, or {IGNORED} where nothing is to be predicted."
+        )
+    if whole and len(targets) and not len(counted):
+        raise DataError(
+            f"All of client {client!r}'s targets in {split} are {IGNORED}, so there is nothing to predict; give "
+            "it some, or leave it out."
+        )
 
 
 def _check_labels(output: object, y: Tensor, data: FederatedData) -> None:
@@ -325,15 +340,21 @@ def _check_labels(output: object, y: Tensor, data: FederatedData) -> None:
             f"{tuple(y.shape[1:])}; convert y, or use another loss."
         )
     classes = output.shape[1]
-    for name in ("train", "validation", "test"):
-        split = data.split(name)
-        if split is None or (int(split.y.min()) >= 0 and int(split.y.max()) < classes):
+    for name in ("train", "validation", "test", "outer"):
+        split = data.split(name, instead="none")
+        if split is None or (split.at_hand and (name == "outer" or _are_labels(split.y, classes))):
             continue
-        for i, client in enumerate(split.names):
-            labels = split.samples_of(i)[1]
-            wrong = labels[(labels < 0) | (labels >= classes)]
-            if len(wrong):
-                raise DataError(
-                    f"Client {client!r} has the label {int(wrong[0])} in {name}, but the model has {classes} outputs, "
-                    f"so labels must be from 0 to {classes - 1}; fix the labels or give the model more outputs."
-                )
+        split.check_each(partial(_check_labels_of, name, classes))
+
+
+def _are_labels(y: Tensor, classes: int) -> bool:
+    return int(y.min()) >= 0 and int(y.max()) < classes
+
+
+def _check_labels_of(split: str, classes: int, client: str, labels: Tensor) -> None:
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    if len(wrong):
+        raise DataError(
+            f"Client {client!r} has the label {int(wrong[0])} in {split}, but the model has {classes} outputs, "
+            f"so labels must be from 0 to {classes - 1}; fix the labels or give the model more outputs."
+        )

@@ -26,6 +26,7 @@ class ClientScorer:
     learner: Learner
     data: FederatedData
     seed: int
+    reads: bool = True  # False: most clients' data are read by other ranks, and only accuracy has an interval
 
     def sizes(self) -> Mapping[str, NDArray[np.int64]]:
         """split -> the number of samples of every client, in the order of the names."""
@@ -34,15 +35,19 @@ class ClientScorer:
 
     def counts_samples(self) -> bool:
         """Whether an accuracy is a share of a client's samples, so that it has Wilson's interval."""
-        return counts_samples(self.learner.metrics, self.data.train.y)
+        train = self.data.train
+        return counts_samples(self.learner.metrics, train.all_y() if train.at_hand else train.head(2)[1])
 
     def bootstrap_work(self, model: Model, clients: Sequence[int], split: str) -> int:
         """How much the bootstraps of these clients' scores would draw; see ``bootstrap_work``."""
         found = self.data.split(split)
         sizes = [] if found is None else [int(found.sizes[client]) for client in clients]
-        if found is None or not any(sizes):
+        if found is None or not any(sizes) or not self.reads:
             return 0
-        x, y = found.samples_of(clients[int(np.argmax(sizes))])
+        if found.at_hand:
+            x, y = found.samples_of(clients[int(np.argmax(sizes))])
+        else:
+            x, y = found.head(2)
         return bootstrap_work(self.learner, model, (samples.between(x, 0, 2), samples.between(y, 0, 2)), sizes)
 
     def intervals(
@@ -50,7 +55,7 @@ class ClientScorer:
     ) -> dict[str, Interval]:
         """The intervals of a model's scores at the client in this place; see ``score_intervals``."""
         found = self.data.split(split)
-        if found is None or not found.sizes[client]:
+        if found is None or not found.sizes[client] or not self.reads:
             return {}
         draws = partial(rng.generator, self.seed, f"intervals {split}", 0, self.data.names[client])
         return score_intervals(self.learner, model, found.samples_of(client), draws, with_own, with_bootstrap)

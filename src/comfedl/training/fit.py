@@ -172,7 +172,7 @@ def fit(
         "algorithm": describe(algorithm),
     }
     module = model if isinstance(model, nn.Module) else None
-    scorer = ClientScorer(learner, held, options.seed)
+    scorer = ClientScorer(learner, held, options.seed, reads=held.train.at_hand or options.engine != "distributed")
     return fit_on(
         *(clients, algorithm, initial, frozen, data.contents(), settings, options, fed.encoding),
         *(module, started, scorer, given.digest),

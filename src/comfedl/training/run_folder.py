@@ -461,6 +461,9 @@ def _same_run(written: str, settings: Mapping[str, Any]) -> bool:
     # Another number of rounds makes it longer; of early stopping, only the measure must stay.
     stops = [settings.get("stop", {}) for settings in (recorded, given)]
     measures = [stop.get("metric") if isinstance(stop, dict) else None for stop in stops]
+    for settings in (recorded, given):  # how much of the data is in memory at a time changes nothing
+        if isinstance(settings.get("data"), dict):
+            settings["data"].pop("memory_mb", None)
     keys = {*recorded, *given} - {*PLACES, "rounds", "stop"}
     return measures[0] == measures[1] and all(recorded.get(key) == given.get(key) for key in keys)
 
@@ -513,7 +516,9 @@ def _difference(written: str, settings: Mapping[str, Any]) -> str:
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):
         return "which is not TOML"
     for key in [*given, *recorded]:
-        may_differ = key == "rounds" or (key.partition(".")[0] in (*PLACES, "stop") and key != "stop.metric")
+        may_differ = key in ("rounds", "data.memory_mb") or (
+            key.partition(".")[0] in (*PLACES, "stop") and key != "stop.metric"
+        )
         if recorded.get(key) != given.get(key) and not may_differ:
             values = [f"{key} = {found[key]!r}" if key in found else f"no {key}" for found in (recorded, given)]
             return f"{values[0]} in the folder, {values[1]} given"

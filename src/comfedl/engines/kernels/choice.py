@@ -23,7 +23,7 @@ from comfedl.engines.kernels.products import FastProducts, gains
 from comfedl.engines.stacked import Stacked, Vmapped
 from comfedl.models.losses import MAPPED, Loss, LossFunction, per_sample_form
 from comfedl.models.metrics import METRICS, MetricFunction, is_whole
-from comfedl.utils import checks
+from comfedl.utils import checks, samples
 from comfedl.utils.errors import ConfigError
 
 logger = logging.getLogger("comfedl")
@@ -121,10 +121,12 @@ def _obstacle(learner: Learner, data: FederatedData, steps: Iterable[Step]) -> s
     if not all(split.is_plain for name in SPLITS if (split := data.split(name)) is not None):
         return "x or y is a tuple or dict of tensors"
     classifies = METRICS["accuracy"].function in learner.metrics.values()  # as with a user's loss on sequences
-    if data.train.y.ndim > 1 and (classifies or _like_cross_entropy(learner.loss_function)):
+    if samples.first(data.train.head(1)[1]).ndim > 1 and (classifies or _like_cross_entropy(learner.loss_function)):
         return "the targets are sequences, of which some may not count"
-    torchs = learner.loss_function is functional.cross_entropy or isinstance(learner.loss_function, nn.CrossEntropyLoss)
-    if torchs and any(_negative(data, name) for name in SPLITS):
+    of_torch = isinstance(learner.loss_function, nn.CrossEntropyLoss)
+    if of_torch and not data.train.at_hand:
+        return "the samples are on disk, and their labels may be negative, which cross_entropy ignores in its mean"
+    if (of_torch or learner.loss_function is functional.cross_entropy) and any(_negative(data, k) for k in SPLITS):
         return "there are negative labels, which cross_entropy ignores in its mean"
     return None
 
@@ -142,5 +144,7 @@ def _like_cross_entropy(loss: LossFunction | None) -> bool:
 
 def _negative(data: FederatedData, name: str) -> bool:
     split = data.split(name)
-    labels: Tensor | None = None if split is None else split.y
-    return labels is not None and labels.numel() > 0 and bool(labels.min() < 0)
+    if split is None or not split.at_hand:  # labels on disk are refused when they are read, see ``check_fit``
+        return False
+    labels: Tensor = split.y
+    return labels.numel() > 0 and bool(labels.min() < 0)
