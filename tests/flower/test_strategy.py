@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -21,6 +22,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 import comfedl as cf
+from comfedl.core.offset import Excess
 from comfedl.flower import EqualStrategy, MethodStrategy, QFedAvgStrategy, RobustStrategy
 from comfedl.flower.app_replies import Layout, StatisticsBySite
 from comfedl.utils.errors import ConfigError, QuorumError, RunFolderError
@@ -299,7 +301,7 @@ def test_a_folder_is_not_written_over(tmp_path: Path) -> None:
         run(RobustStrategy(lr=LR, local_steps=STEPS, out=out), num_rounds=1)
     with pytest.raises(RunFolderError, match=r"has gamma = 0.1 and the strategy 0.2; give the same as before"):
         run(RobustStrategy(0.2, lr=LR, local_steps=STEPS, out=out, resume=True), num_rounds=2)
-    with pytest.raises(RunFolderError, match=r"has 1\.weight = .* and the strategy None"):
+    with pytest.raises(RunFolderError, match=r"has 1\.weight = None and the strategy \(5,\) torch.float64"):
         run(RobustStrategy(lr=LR, local_steps=STEPS, model=normalised(), out=out, resume=True), normalised)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("years of work")
@@ -351,6 +353,8 @@ def drop(content: RecordDict) -> None:
 
 
 BIAS = "0.bias"
+OBJECTS = io.BytesIO()  # NumPy's format, with a pickle in it
+np.save(OBJECTS, np.array([None] * 5, dtype=object), allow_pickle=True)
 BAD: dict[str, tuple[Callable[[RecordDict], None], str]] = {
     "nan": (put(BIAS, np.full(5, np.nan)), "its model is not finite"),
     "shape": (put(BIAS, np.zeros(4)), r"its array '0.bias' is \(4,\) torch.float64 and not \(5,\) torch.float64"),
@@ -358,7 +362,7 @@ BAD: dict[str, tuple[Callable[[RecordDict], None], str]] = {
     "huge": (put(BIAS, np.zeros(10**6)), "has 8,000,128 bytes and not at most 4,136"),
     "junk": (put(BIAS, Array("float64", (5,), "numpy.ndarray", b"junk")), r"'0.bias' cannot be read \(\w+\)"),
     "pickle": (put(BIAS, Array("float64", (5,), "pickle", b"\x80")), r"'0.bias' cannot be read \(TypeError\)"),
-    "objects": (put(BIAS, np.array([None] * 5, dtype=object)), r"'0.bias' cannot be read"),
+    "objects": (put(BIAS, Array("object", (5,), "numpy.ndarray", OBJECTS.getvalue())), r"'0.bias' cannot be read"),
     "more": (put("extra", np.zeros(1)), "it has the array 'extra'"),
     "fewer": (drop, "it lacks the array '0.bias'"),
     "two records": (add("arrays 2", ArrayRecord([np.zeros(1)])), "it has 2 ArrayRecords and not one"),
@@ -370,7 +374,6 @@ BAD: dict[str, tuple[Callable[[RecordDict], None], str]] = {
     "no samples": (metric("num-examples", None), "have no positive number 'num-examples'"),
     "name": (add("about", ConfigRecord({"site": "\n"})), "must be a printable text"),
     "number as name": (add("about", ConfigRecord({"site": 3})), "must be a printable text"),
-    "another's name": (add("about", ConfigRecord({"site": "south"})), "another node is site 'south'"),
 }
 
 
@@ -396,6 +399,34 @@ def test_a_bad_reply_is_left_out_and_named(kind: str, caplog: pytest.LogCaptureF
         torch.testing.assert_close(result.arrays.to_torch_state_dict()[name], part, rtol=0, atol=1e-12)
 
 
+def test_no_node_takes_another_site_s_name(caplog: pytest.LogCaptureFixture) -> None:
+    fed = federation()
+    grid = grid_of(app_of(dense, fed))
+    nodes = {str(settings["site"]): node for node, (_, settings) in grid.sites.items()}
+    strategy, arrays = RobustStrategy(lr=LR, local_steps=STEPS), ArrayRecord(dense().state_dict())
+
+    def weighted(number: int, impostors: list[str]) -> set[str]:
+        grid.tamper = {nodes[name]: changed(add("about", ConfigRecord({"site": "south"}))) for name in impostors}
+        messages = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+        _, metrics = strategy.aggregate_train(number, grid.send_and_receive(messages))
+        assert metrics is not None
+        return {str(name)[7:] for name in metrics if str(name).startswith("weight/")}
+
+    strategy.quorum = 0
+    assert weighted(1, ["west"]) == {"north"}  # who of two newcomers is the site, nobody knows
+    assert weighted(2, []) == {"north", "south", "west"}
+    assert weighted(3, ["west", "north"]) == {"south"}
+    said = [record.getMessage() for record in caplog.records]
+    assert (
+        f"Round 1: the reply of node {nodes['south']} is left out: several nodes state that they are site 'south'."
+        in said
+    )
+    assert any(f"node {nodes['west']} is left out: it was site 'west' before and now states" in line for line in said)
+    grid.sites[5000] = (app_of(dense, fed), {"site": "south"})
+    assert weighted(4, []) == {"north", "south", "west"}
+    assert "Round 4: the reply of node 5000 is left out: another node is site 'south'." in caplog.text
+
+
 def test_too_few_good_replies_end_the_run_and_it_can_be_resumed(tmp_path: Path) -> None:
     fed = federation()
     grid, good = grid_of(app_of(dense, fed)), grid_of(app_of(dense, fed))
@@ -405,7 +436,7 @@ def test_too_few_good_replies_end_the_run_and_it_can_be_resumed(tmp_path: Path) 
 
     node = sorted(grid.sites)[0]
     grid.tamper[node] = lambda message, reply: (
-        changed(put(BIAS, np.full(5, np.nan)))(message, reply) if len(grid.seen) > 7 else reply
+        changed(put(BIAS, np.full(5, np.nan)))(message, reply) if len(grid.seen) > 6 else reply
     )
     with pytest.raises(QuorumError, match=rf"Round 2: only 2 of 3 replies can be used \(node {node}: .* and resume"):
         run(strategy(), grid=grid)
@@ -455,7 +486,7 @@ def test_what_a_strategy_cannot_do_is_said() -> None:
         (lambda: MethodStrategy(cf.DRFA()), "is drfa, but it must be Robust, ComFedL, QFedAvg or FedAvg"),
         (lambda: MethodStrategy("robust"), "is 'robust', but it must be"),  # type: ignore[arg-type]
         (lambda: RobustStrategy(lr=0.1, local_steps=1, inner=cf.Adapt(0.1)), "clients must compute"),
-        (lambda: RobustStrategy(lr=0.1, local_steps=1, offset=cf.Excess()), "offset of robust is Excess"),
+        (lambda: RobustStrategy(lr=0.1, local_steps=1, offset=Excess()), "offset of robust is Excess"),
         (lambda: QFedAvgStrategy(lr=0.1, sampling="samples"), 'use sampling = "uniform"'),
         (
             lambda: RobustStrategy(lr=0.1, local_steps=1, fraction_fit=1.0),

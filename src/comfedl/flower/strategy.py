@@ -114,10 +114,6 @@ class MethodStrategy(FlowerFedAvg):
         """
         self.method.check_rounds(num_rounds)
         self._run = run = self._begin(initial_arrays)
-        if run.done > num_rounds:
-            raise ConfigError(
-                f"{self.out} has {run.done} rounds already, and num_rounds is {num_rounds}; ask for {run.done} or more."
-            )
         before = run.done
         if before:
             logger.info("%s continues after round %d.", type(self).__name__, before)
@@ -131,6 +127,11 @@ class MethodStrategy(FlowerFedAvg):
             return found
 
         try:
+            if run.done > num_rounds:
+                raise ConfigError(
+                    f"{self.out} has {run.done} rounds already, and num_rounds is {num_rounds}; ask for "
+                    f"{run.done} or more."
+                )
             return super().start(
                 grid,
                 run.layout.arrays(self.method.reported(run.state)),
@@ -274,9 +275,10 @@ class MethodStrategy(FlowerFedAvg):
         messages, _ = self._check_and_log_replies(list(replies), is_train, validate=False)
         found: dict[str, Read] = {}
         example = ""
-        for message in run.in_order(messages):
+        for message, site in run.identified(messages, self.site_key):
             try:
-                site = run.site_of(message, self.site_key, found)
+                if isinstance(site, MalformedMessage):
+                    raise site
                 found[site] = read(message, site)
             except MalformedMessage as error:
                 example = example or f" (node {node_of(message)}: {error})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -56,24 +57,38 @@ class StrategyRun:
             self.sites = saved.sites if table is None else saved.sites[: len(client_vector.to_tensor(table))]
             self._site_of = {node: site for node, site in saved.nodes.items() if site in self.sites}
 
-    def in_order(self, messages: Iterable[Message]) -> list[Message]:
-        """Replies of nodes that are known first, so that no newcomer can take the name of their site."""
-        return sorted(messages, key=lambda message: (node_of(message) not in self._site_of, node_of(message)))
+    def identified(
+        self, messages: Iterable[Message], key: str
+    ) -> list[tuple[Message, str] | tuple[Message, MalformedMessage]]:
+        """The site of each reply, by the name that it states or that its node stated before, or why it is none.
 
-    def site_of(self, message: Message, key: str, taken: Iterable[str]) -> str:
-        """The site that a reply comes from: by the name that it states, or that its node stated before.
-
-        Raises:
-            MalformedMessage: it cannot be that site.
+        A site's name stays with its node as long as that answers; of nodes that are new, no two may state the same.
         """
+        claims: list[tuple[Message, str | MalformedMessage]] = []
+        for message in sorted(messages, key=node_of):
+            try:
+                claims.append((message, self._claimed(message, key)))
+            except MalformedMessage as error:
+                claims.append((message, error))
+        holders = {site for message, site in claims if self._site_of.get(node_of(message)) == site}
+        times = Counter(site for _, site in claims if isinstance(site, str))
+        found: list[tuple[Message, str] | tuple[Message, MalformedMessage]] = []
+        for message, site in claims:
+            if isinstance(site, MalformedMessage):
+                found.append((message, site))
+            elif times[site] > 1 and self._site_of.get(node_of(message)) != site:
+                what = "another node is site" if site in holders else "several nodes state that they are site"
+                found.append((message, MalformedMessage(f"{what} {site!r}")))
+            else:
+                found.append((message, site))
+        return found
+
+    def _claimed(self, message: Message, key: str) -> str:
         node, said = node_of(message), name_in(message.content, key)
         known = self._site_of.get(node)
         if said is not None and known not in (None, said, str(node)):
             raise MalformedMessage(f"it was site {known!r} before and now states that it is {said!r}")
-        site = said or known or str(node)
-        if site in taken:
-            raise MalformedMessage(f"another node is site {site!r}")
-        return site
+        return said or known or str(node)
 
     def advance(self, method: Algorithm, number: int, seed: int, replies: Sequence[SiteReply]) -> dict[str, float]:
         """Run a round of the method over these replies; returns each site's weight."""
