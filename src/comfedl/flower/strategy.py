@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -27,6 +27,7 @@ from comfedl.algorithms.robust import Robust
 from comfedl.core.offset import Excess
 from comfedl.core.outer_functions import KL
 from comfedl.flower.app_replies import Layout, SiteReply, StatisticsBySite, read_metrics, read_reply
+from comfedl.flower.messaging import PromptGrid
 from comfedl.flower.strategy_folder import StrategyFolder
 from comfedl.flower.strategy_run import StrategyRun, node_of
 from comfedl.utils import checks, rng
@@ -133,7 +134,7 @@ class MethodStrategy(FlowerFedAvg):
                     f"{run.done} or more."
                 )
             return super().start(
-                grid,
+                cast(Grid, PromptGrid(grid)),
                 run.layout.arrays(self.method.reported(run.state)),
                 num_rounds,
                 timeout,
