@@ -128,8 +128,8 @@ def measure(rounds: int, sites: int) -> dict[str, Any]:
         found = [row for site in trial.sites for row in rows(folder / f"{site}.safetensors.phases")]
     messages = []
     for row in found:
-        at_server = arrived[row["node"], row["group"]]
         if row["group"] not in ("who", "round 1"):
+            at_server = arrived[row["node"], row["group"]]
             sent, pushed = at_server["pushed"]
             points = {**row["points"], "pushed": (pushed, None), "pulled": (at_server["pulled"], None)}
             messages.append({"sent": sent, "group": row["group"], "points": points})
