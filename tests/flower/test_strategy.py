@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import comfedl as cf
 from comfedl.core.offset import Excess
-from comfedl.flower import EqualStrategy, MethodStrategy, QFedAvgStrategy, RobustStrategy
+from comfedl.flower import EqualStrategy, MethodStrategy, QFedAvgStrategy, RobustStrategy, messaging
 from comfedl.flower.app_replies import Layout, StatisticsBySite
 from comfedl.utils.errors import ConfigError, QuorumError, RunFolderError
 from helpers.in_process import InProcess
@@ -465,6 +465,28 @@ def test_a_site_that_is_away_comes_back_and_a_new_one_is_welcome() -> None:
     _, metrics = strategy.aggregate_train(5, grid.send_and_receive(messages))
     assert metrics is not None and "weight/west" in metrics
     assert strategy._run is not None and strategy._run.sites == ["north", "south", "west"]
+
+
+def test_replies_that_are_late_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until then the grid is asked again and again; after that, the round goes on with the others."""
+    grid = grid_of(app_of(dense, federation()))
+    node, clock = sorted(grid.sites)[1], [0.0]
+    pull, pulls = grid.pull_messages, []
+    monkeypatch.setattr(messaging.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(messaging.time, "monotonic", lambda: clock[0])
+
+    def late(names: Any) -> Any:
+        pulls.append(len(list(names)))
+        return pull(names) if clock[0] > 1 else []  # the replies take a second
+
+    monkeypatch.setattr(grid, "pull_messages", late)
+    grid.tamper[node] = lambda message, reply: None
+    result = run(RobustStrategy(lr=LR, local_steps=STEPS), grid=grid, num_rounds=1, timeout=5.0)
+    assert 10 < clock[0] < 12 and max(pulls) == 3 and pulls[-1] == 1  # 5 s each for training and evaluation
+    assert sum(str(name).startswith("weight/") for name in result.train_metrics_clientapp[1]) == 2
+    assert "Round 1: 1 of 3 nodes did not answer in time." in caplog.text
 
 
 def test_a_fraction_of_the_sites_is_drawn_by_seed_and_round() -> None:

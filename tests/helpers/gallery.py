@@ -30,8 +30,8 @@ PRINTED = re.compile(r"^```console\n\$ python examples/(\w+\.py)\n(.*?)^```", re
 LIST_HEAD = """# Examples
 
 Each is one short script that runs as it is, `python examples/NAME.py`, in under a minute (`flower_local.py` takes about
-three). What they print is on [a page of the documentation](../docs/examples.md). `flower_quickstart` is a Flower app with
-a README of its own.
+three). What they print is on [a page of the documentation](../docs/examples.md). `flower_quickstart` is a Flower app
+with a README of its own.
 
 """
 

@@ -169,7 +169,10 @@ class MethodStrategy(FlowerFedAvg):
             return arrays, run.metrics(server_round, "train")
         if not run.asked:
             return None, None
-        loss_key = self.loss_key if "loss" in self.method.reply() else None
+        replies, loss_key = list(replies), self.loss_key if "loss" in self.method.reply() else None
+        if len(replies) < len(run.asked):
+            silent = len(run.asked) - len(replies)
+            logger.warning("Round %d: %d of %d nodes did not answer in time.", server_round, silent, len(run.asked))
 
         def read(message: Message, site: str) -> SiteReply:
             reply = read_reply(message, site, run.layout, self.weighted_by_key, loss_key)
