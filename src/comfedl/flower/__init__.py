@@ -13,6 +13,7 @@ from comfedl.utils.errors import ConfigError
 if TYPE_CHECKING:
     from comfedl.flower.apps import client_app as client_app, server_app as server_app
     from comfedl.flower.engine import Sites as Sites
+    from comfedl.flower.site_file import keep_data as keep_data
     from comfedl.flower.strategy import (
         EqualStrategy as EqualStrategy,
         MethodStrategy as MethodStrategy,
@@ -39,4 +40,8 @@ def __getattr__(name: str) -> Any:
         from comfedl.flower import strategy
 
         return getattr(strategy, name)
+    if name == "keep_data":
+        from comfedl.flower.site_file import keep_data
+
+        return keep_data
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
