@@ -69,7 +69,7 @@ def keep_data(load: Load, *keys: str) -> Load:
 
     ``client_app(keep_data(load, "folder"))`` keeps what ``load`` returns in the site's own folder (``state`` in the
     node config), as a file that opens at once. The data are read anew when the node config, one of the files (by its
-    size and time) or the module of ``load`` has changed. If it uses other code that you change, delete ``data-*`` there.
+    size and time) or the module of ``load`` has changed. If other code that it uses changes, delete ``data-*`` there.
 
     Args:
         load: the data function.
