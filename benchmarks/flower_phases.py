@@ -33,7 +33,7 @@ import json, os, time
 began = time.time(), time.process_time()
 
 from comfedl.flower import client_app
-from comfedl.flower.local_trial import load_site
+from comfedl.flower.site_file import load_site
 
 imported = time.time(), time.process_time()
 read = None

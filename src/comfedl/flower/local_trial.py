@@ -24,7 +24,7 @@ from comfedl.utils.toml import to_toml
 STATES, LOG = "sites", "flower.log"  # in the run's folder: the clients' states, and the server's log
 CLIENT = """\
 from comfedl.flower import client_app
-from comfedl.flower.local_trial import (load_site)
+from comfedl.flower.site_file import (load_site)
 
 app = client_app(load_site)
 """
