@@ -23,13 +23,15 @@ EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs" / "examples.md"
 README = EXAMPLES / "README.md"
 NOTEBOOK = "tutorial.ipynb"
-LINK = re.compile(r"^\[([^\]]+)\]\(\.\./examples/([\w.]+)\)$", re.MULTILINE)
+APP = "flower_quickstart/quickstart/server_app.py"
+LINK = re.compile(r"^\[([^\]]+)\]\(\.\./examples/([\w./]+)\)$", re.MULTILINE)
 HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 PRINTED = re.compile(r"^```console\n\$ python examples/(\w+\.py)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LIST_HEAD = """# Examples
 
 Each is one short script that runs as it is, `python examples/NAME.py`, in under a minute (`flower_local.py` takes about
 three, `lora.py` about two). What they print is on [a page of the documentation](../docs/examples.md).
+`flower_quickstart` is a Flower app with a README of its own.
 
 """
 

@@ -55,6 +55,7 @@ def test_a_gallery_that_lies_is_caught() -> None:
 def test_the_gallery_has_every_example_by_its_first_line() -> None:
     linked = {found[2]: found[1] for found in gallery.LINK.finditer(PAGE)}
     assert linked.pop(gallery.NOTEBOOK)
+    assert linked.pop(gallery.APP) and (gallery.EXAMPLES / gallery.APP).is_file()
     assert linked == {script.name: gallery.summary(script) for script in gallery.scripts()}
     assert gallery.printed_in(PAGE).keys() == linked.keys()
 

@@ -1,4 +1,4 @@
-"""Clients at real sites, connected through Flower: the engine, and the two apps that Flower runs.
+"""Clients at real sites, connected through Flower: the engine, the two apps that Flower runs, and strategies.
 
 Flower takes seconds to import, so that happens on first use; importing this package only checks that it is installed.
 """
@@ -13,6 +13,13 @@ from comfedl.utils.errors import ConfigError
 if TYPE_CHECKING:
     from comfedl.flower.apps import client_app as client_app, server_app as server_app
     from comfedl.flower.engine import Sites as Sites
+    from comfedl.flower.site_file import keep_data as keep_data
+    from comfedl.flower.strategy import (
+        EqualStrategy as EqualStrategy,
+        MethodStrategy as MethodStrategy,
+        QFedAvgStrategy as QFedAvgStrategy,
+        RobustStrategy as RobustStrategy,
+    )
 
 if importlib.util.find_spec("flwr") is None:
     raise ConfigError(
@@ -29,4 +36,12 @@ def __getattr__(name: str) -> Any:
         from comfedl.flower import apps
 
         return getattr(apps, name)
+    if name in ("EqualStrategy", "MethodStrategy", "QFedAvgStrategy", "RobustStrategy"):
+        from comfedl.flower import strategy
+
+        return getattr(strategy, name)
+    if name == "keep_data":
+        from comfedl.flower.site_file import keep_data
+
+        return keep_data
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -109,7 +109,10 @@ def site_engine(text: str, fed: FederatedData) -> Embedded:
     check_fit(learner, initial, local)
     start = algorithm.initial_client_state(initial)
     steps, transforms = algorithm.steps(), config.make_transform()
-    return Embedded(local, learner, steps, config.seed, start, vectorize="serial", transforms=transforms)
+    # The process ends after this message: there is no later round to keep freed memory for.
+    return Embedded(
+        local, learner, steps, config.seed, start, vectorize="serial", keep_memory=False, transforms=transforms
+    )
 
 
 def _load(data: Load, context: Context) -> FederatedData:

@@ -7,22 +7,16 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from comfedl.config.schema import Config, FlowerTable
-from comfedl.data.federated import FederatedData
 from comfedl.flower.scaffold import write_app
 from comfedl.flower.server import ATTENDANCE, settings_at_sites
+from comfedl.flower.site_file import load_site as load_site, save_site as _save_site
 from comfedl.flower.superlink import Network
 from comfedl.training.run_folder import check_free
-from comfedl.utils import tree
 from comfedl.utils.errors import ConfigError, DaemonError, LocalTrialError
 from comfedl.utils.process_pool import sigterm_as_interrupt
 from comfedl.utils.toml import to_toml
@@ -30,7 +24,7 @@ from comfedl.utils.toml import to_toml
 STATES, LOG = "sites", "flower.log"  # in the run's folder: the clients' states, and the server's log
 CLIENT = """\
 from comfedl.flower import client_app
-from comfedl.flower.local_trial import (load_site)
+from comfedl.flower.site_file import (load_site)
 
 app = client_app(load_site)
 """
@@ -144,36 +138,3 @@ def _attendance_lines(path: Path, rounds: int, resume: bool, tell: Callable[[str
                 tell(f"round {row['round']} of {rounds}, {row['step']}: {len(row['answered'])} sites{absent}")
 
     return report_new
-
-
-def _save_site(path: Path, fed: FederatedData, name: str) -> None:
-    """Write one client's data to a file: a trial's site sees no others."""
-    tensors: dict[str, Tensor] = {}
-
-    def keep(part: Tensor) -> str:
-        tensors[str(len(tensors))] = part.contiguous().clone()
-        return str(len(tensors) - 1)
-
-    places: dict[str, Any] = {}  # the names of each split's tensors, in the structure of its samples
-    for split in ("train", "validation", "test", "outer"):
-        part = fed.split(split, instead="none")
-        if part is not None and name in part:
-            places[split] = tree.map(keep, part[name])
-    save_file(tensors, path, {"site": name, "places": json.dumps(places)})
-
-
-def load_site(node: Mapping[str, Any]) -> FederatedData:
-    """Load the data of a trial's site."""
-    with safe_open(str(node["data"]), framework="pt") as file:
-        about = file.metadata()
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-
-    def give(places: Any) -> Any:
-        if isinstance(places, str):
-            return tensors[places]
-        if isinstance(places, dict):
-            return {key: give(part) for key, part in places.items()}
-        return tuple(map(give, places))
-
-    splits = {split: {about["site"]: give(part)} for split, part in json.loads(about["places"]).items()}
-    return FederatedData(splits["train"], *(splits.get(split) for split in ("validation", "test", "outer")))

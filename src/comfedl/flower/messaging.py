@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -13,7 +14,7 @@ from torch import Tensor
 from comfedl.flower import serialization
 from comfedl.utils.errors import MalformedMessage
 
-FIRST_POLL, SLOWEST_POLL = 0.2, 1.0  # seconds between polls for replies; Flower's own loop waits three
+FIRST_POLL, SLOWEST_POLL = 0.2, 0.5  # seconds between polls for replies; Flower's own loop waits three
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 # Flower's error codes, in words.
@@ -40,21 +41,43 @@ def exchange(
     answers: dict[int, Answer | MalformedMessage | str] = {}
     timed_out = f"no answer within {deadline:g} seconds"
     waiting = {message: node for message, node in zip(sent, nodes, strict=False) if message}
-    end, pause = time.monotonic() + deadline, FIRST_POLL
-    while waiting:
-        for reply in grid.pull_messages(list(waiting)):
-            node = waiting.pop(reply.metadata.reply_to_message_id, None)
-            if node is not None:
-                expired = reply.has_error() and reply.error.code == EXPIRED
-                answers[node] = timed_out if expired else _answer(reply, limits[node])
-        if not waiting or time.monotonic() >= end:
-            break
-        time.sleep(pause)
-        pause = min(1.1 * pause, SLOWEST_POLL)
+    for reply in replies_within(grid, waiting, deadline):
+        node = waiting.pop(reply.metadata.reply_to_message_id, None)
+        if node is not None:
+            expired = reply.has_error() and reply.error.code == EXPIRED
+            answers[node] = timed_out if expired else _answer(reply, limits[node])
     for node in nodes:
         if node not in answers:
             answers[node] = timed_out if node in waiting.values() else "the message could not be sent"
     return answers
+
+
+def replies_within(grid: Grid, messages: Iterable[str], seconds: float) -> Iterator[Message]:
+    """The replies to the messages of these ids as they come, as long as some are missing and there is time."""
+    waiting, end, pause = set(messages), time.monotonic() + seconds, FIRST_POLL
+    while waiting:
+        for reply in grid.pull_messages(sorted(waiting)):
+            waiting.discard(reply.metadata.reply_to_message_id)
+            yield reply
+        if not waiting or time.monotonic() >= end:
+            break
+        time.sleep(pause)
+        pause = min(1.1 * pause, SLOWEST_POLL)
+
+
+class PromptGrid:
+    """A grid whose ``send_and_receive`` does not sleep for three seconds between its looks for replies."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send messages and wait for the replies; those that are there when the time is over."""
+        sent = [name for name in self._grid.push_messages(messages) if name]
+        return list(replies_within(self._grid, sent, math.inf if timeout is None else timeout))
 
 
 def _answer(reply: Message, limit: int) -> Answer | MalformedMessage | str:

@@ -40,7 +40,7 @@ class Daemons:
             "FLWR_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",  # by default a second
             TAG: self.tag,
         }
 
