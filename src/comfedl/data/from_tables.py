@@ -91,11 +91,11 @@ def from_table(
     leave_out = {target, client, *drop, *([] if split is None else [split])}
     inputs = [name for name in table.columns if name not in leave_out]
     rules = check_impute(impute, table, inputs)
-    used, dropped = _with_values(table, options, split, [name for name in inputs if name not in rules])
+    used, dropped = with_values(table, options, split, [name for name in inputs if name not in rules])
     names = np.array(used.strings(client), dtype=object)
-    splits = _split_of_rows(used, names, target, shares, split, task)
+    splits = split_of_rows(used, names, target, shares, split, task)
     if saved is not None:
-        return from_batches(by_split(*_encoded(saved, used), names, splits), saved)
+        return from_batches(by_split(*encoded(saved, used), names, splits), saved)
     encoding, fitted = fit_encoding(TableRows(used, names, splits), inputs, options, rules)
     fates = {name: found.fate for name, found in fitted.items()}
     fates |= dict.fromkeys(drop, "left out: dropped by the config")
@@ -106,7 +106,7 @@ def from_table(
         *note_marks(used, client, "a client's name"),
         *(note for found in fitted.values() for note in found.notes),
     ]
-    x, y = _encoded(encoding, used)
+    x, y = encoded(encoding, used)
     notes += _note_untrained(encoding, y, splits)
     columns = tuple(describe_column(table, name, fates[name]) for name in table.columns)
     report = TableReport(table.source, len(table), columns, dropped, tuple(notes))
@@ -116,7 +116,7 @@ def from_table(
     return from_batches(by_split(x, y, names, splits), replace(encoding, report=report))
 
 
-def _encoded(encoding: Encoding, table: Table) -> tuple[Tensor, Tensor]:
+def encoded(encoding: Encoding, table: Table) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(encoding.x(table)), torch.from_numpy(encoding.y(table))
 
 
@@ -148,7 +148,7 @@ def _check_options(table: Table, options: TaskOptions, split: str | None, drop: 
             )
 
 
-def _with_values(
+def with_values(
     table: Table, options: TaskOptions, split: str | None, inputs: Sequence[str]
 ) -> tuple[Table, dict[str, int]]:
     """The rows in which these inputs, y, the client and the split have a value; and how many others each client has."""
@@ -214,7 +214,7 @@ def by_split(x: Samples, y: Tensor, names: NDArray[Any], splits: NDArray[Any]) -
     return found
 
 
-def _split_of_rows(
+def split_of_rows(
     table: Table, names: NDArray[Any], target: str, shares: Shares, split: str | None, task: str | None
 ) -> NDArray[Any]:
     """The split of each row: from a column, or drawn within each client."""
