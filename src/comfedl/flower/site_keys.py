@@ -132,9 +132,14 @@ def read_site_keys(path: Path) -> dict[str, ec.EllipticCurvePublicKey]:
     return keys
 
 
+def site_keys_text(keys: Mapping[str, str]) -> str:
+    """The text of sites.json, from the lines of .pub files by the sites' names."""
+    return json.dumps({name: " ".join(text.split()[:2]) for name, text in sorted(keys.items())}, indent=1) + "\n"
+
+
 def write_site_keys(path: Path, keys: Mapping[str, str]) -> None:
     """Write or replace sites.json; whoever reads it meanwhile gets the old one or the new one."""
     try:
-        write_atomic(path, (json.dumps(dict(sorted(keys.items())), indent=1) + "\n").encode())
+        write_atomic(path, site_keys_text(keys).encode())
     except OSError as error:
         raise RunFolderError(f"{path} cannot be written ({error.strerror}); give another folder.") from error
