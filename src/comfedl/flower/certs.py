@@ -140,8 +140,8 @@ def _set_aside(folder: Path, site: str) -> Iterator[None]:
         yield
     except BaseException:
         for path in moved:
-            if not path.exists() and Path(f"{path}.old-{number}").exists():
-                Path(f"{path}.old-{number}").rename(path)
+            if (old := Path(f"{path}.old-{number}")).exists():
+                old.replace(path)
         raise
 
 
