@@ -17,7 +17,8 @@ import comfedl as cf
 from helpers import gallery, notebook
 from helpers.pages import Shown, difference
 
-SLOW = {"flower_local.py": [pytest.mark.slow], "adult_as_it_comes.py": [pytest.mark.download]}
+ON_FLOWER = ("flower_local.py", "sites_with_a_csv_each.py")
+SLOW = {**dict.fromkeys(ON_FLOWER, [pytest.mark.slow]), "adult_as_it_comes.py": [pytest.mark.download]}
 LONGEST = 75  # lines
 PAGE = gallery.PAGE.read_text(encoding="utf-8")
 ROUNDS = re.compile(r"(?<=round )\d+|\d+(?= rounds)")  # when a run stops early: rounding may move it
@@ -32,7 +33,7 @@ def differ(written: str, printed: str) -> str:
     [pytest.param(script, marks=SLOW.get(script.name, []), id=script.stem) for script in gallery.scripts()],
 )
 def test_an_example_prints_what_the_gallery_shows(script: Path) -> None:
-    if script.name == "flower_local.py":
+    if script.name in ON_FLOWER:
         pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
     ended = gallery.run(script)
     assert ended.returncode == 0, ended.stderr
