@@ -29,7 +29,8 @@ PRINTED = re.compile(r"^```console\n\$ python examples/(\w+\.py)\n(.*?)^```", re
 LIST_HEAD = """# Examples
 
 Each is one short script that runs as it is, `python examples/NAME.py`, in under a minute (those over a real
-network, `flower_local.py` and `sites_with_a_csv_each.py`, take about three). What they print is on [a page of the documentation](../docs/examples.md).
+network, `flower_local.py` and `sites_with_a_csv_each.py`, take about three). What they print is on
+[a page of the documentation](../docs/examples.md).
 
 """
 

@@ -18,7 +18,7 @@ from helpers import gallery, notebook
 from helpers.pages import Shown, difference
 
 ON_FLOWER = ("flower_local.py", "sites_with_a_csv_each.py")
-SLOW = {**dict.fromkeys(ON_FLOWER, [pytest.mark.slow]), "adult_as_it_comes.py": [pytest.mark.download]}
+SLOW = {**{name: [pytest.mark.slow] for name in ON_FLOWER}, "adult_as_it_comes.py": [pytest.mark.download]}
 LONGEST = 75  # lines
 PAGE = gallery.PAGE.read_text(encoding="utf-8")
 ROUNDS = re.compile(r"(?<=round )\d+|\d+(?= rounds)")  # when a run stops early: rounding may move it
