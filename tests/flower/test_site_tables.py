@@ -32,6 +32,7 @@ from comfedl.data.site_table import SiteTable
 from comfedl.data.tabular import Encoding
 from comfedl.flower import serialization
 from comfedl.flower.apps import client_app
+from comfedl.flower.local_trial import find_tables, run_local
 from comfedl.flower.server import serve
 from comfedl.flower.site_tables import site_table
 from comfedl.utils.errors import MalformedMessage
@@ -416,6 +417,30 @@ def test_sites_and_the_server_must_agree_that_there_are_tables(tables: dict[str,
 def test_a_bad_node_config_is_one_sentence(node: dict[str, Any], match: str) -> None:
     with pytest.raises((cf.ConfigError, cf.DataError), match=match):
         site_table(node)
+
+
+def test_a_trial_needs_the_folder_of_the_tables(tmp_path: Path) -> None:
+    """Before anything is started."""
+    with pytest.raises(cf.ConfigError, match="name the folder of their files with --tables"):
+        run_local(site_config(), tmp_path / "run")
+    with pytest.raises(cf.ConfigError, match="--tables is for data at sites that have tables"):
+        digits = parse_config({"data": {"name": "digits"}, "algorithm": {"name": "fedavg"}})
+        run_local(digits, tmp_path / "run", tables=tmp_path)
+    with pytest.raises(cf.ConfigError, match="has no tables; give a folder"):
+        run_local(site_config(), tmp_path / "run", tables=tmp_path / "nowhere")
+    (tmp_path / "data").mkdir()
+    for name in ("b.csv", "a.parquet", "a.toml", "notes.txt"):
+        (tmp_path / "data" / name).write_text("x\n")
+    found = find_tables(tmp_path / "data")
+    folder = tmp_path / "data"
+    assert found == {
+        "a": {"table": str(folder / "a.parquet"), "settings": str(folder / "a.toml")},
+        "b": {"table": str(folder / "b.csv")},
+    }
+    (tmp_path / "data" / "a.csv").write_text("x\n")
+    with pytest.raises(cf.ConfigError, match="has two tables of 'a'; keep one"):
+        find_tables(tmp_path / "data")
+    assert not (tmp_path / "run").exists()
 
 
 # Sites that lie.
