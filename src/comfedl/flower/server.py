@@ -113,7 +113,7 @@ def serve(
     known = attendance.load()
     keys = None if options.keys is None else SiteKeys(Path(options.keys).expanduser())
     if keys is None:
-        logger.info("Sites are who they say they are: bind their names to keys with flower.keys (docs/flower.md).")
+        logger.warning("Sites are who they say they are: bind their names to keys with flower.keys (docs/flower.md).")
     question = table_question(config)
     registry = SiteRegistry(
         grid,

@@ -74,8 +74,7 @@ def data_asked(source: SiteTable | FederatedData, body: Mapping[str, Any]) -> Fe
 def summarise(table: SiteTable, body: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The summary that the site sends, which it also writes down."""
     summary = rows_asked(table, body).summary()
-    logging.getLogger("comfedl").setLevel(logging.INFO)
-    logger.info("Site %r sends of its table: %s.", table.name, told(summary))
+    logger.warning("Site %r sends of its table: %s.", table.name, told(summary))  # a SuperNode shows no less
     folder.mkdir(parents=True, exist_ok=True)
     line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "site": table.name, **summary.to_dict()}
     with (folder / SENT).open("a", encoding="utf-8") as file:
