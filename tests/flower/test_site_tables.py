@@ -107,12 +107,13 @@ def site_config(task: str = "classification", data: Mapping[str, Any] | None = N
     })  # fmt: skip
 
 
-def joined_config(folder: Path, task: str = "classification") -> Config:
+def joined_config(folder: Path, task: str = "classification", **more: Any) -> Config:
     other = "stay" if task == "classification" else "ill"
     data = {"name": "csv", "path": str(folder / "joined.csv"), "client": "hospital", **TASKS[task]}
     settings = site_config(task).resolved()
     del settings["flower"]
-    return parse_config({**settings, "data": {**data, "drop": [other], "impute": IMPUTE, "dates": ["seen"]}})
+    table = {**data, "drop": [other], "impute": IMPUTE, "dates": ["seen"]}
+    return parse_config({**settings, "data": table, **more})
 
 
 def grid_of_tables(folder: Path, nodes: Mapping[str, Mapping[str, Any]] | None = None) -> InProcess:
@@ -165,6 +166,28 @@ def test_sites_train_to_the_model_of_the_joined_table(task: str, tables: dict[st
     assert kinds.keys() == COLUMNS.keys() - {"same"}
     ward = next(column for column in found.columns if column.name == "ward")
     assert ward.categories == ("A", "B", "C") and ward.unseen == "other" and ward.indicator
+
+
+@pytest.mark.parametrize("more", [{"algorithm": {"name": "robust", "on": "outer"}}, {"loss": "bce"}], ids=str)
+def test_also_with_data_set_aside_and_with_one_output(
+    more: dict[str, Any], tables: dict[str, list[Row]], tmp_path: Path
+) -> None:
+    result = serve(grid_of_tables(tmp_path), site_config(**more), tmp_path / "run")
+    expected = run_config(joined_config(tmp_path, **more))
+    for name, part in expected.params.items():
+        torch.testing.assert_close(result.params[name], part, rtol=0, atol=1e-6)
+    assert len(predict(cf.load_run(tmp_path / "run"), tmp_path / "north.csv").splitlines()) == 61
+
+
+def test_a_site_weighs_as_much_in_the_encoding_as_in_training(tables: dict[str, list[Row]], tmp_path: Path) -> None:
+    flower = {"deadline": 5.0, "patience": 1.0, "max_share": 0.34}
+    serve(grid_of_tables(tmp_path), site_config(flower=flower, rounds=1), tmp_path / "run")
+    spec = site_config().table_spec()  # type: ignore[attr-defined]
+    own = [SiteTable.of({"site": site, "table": str(tmp_path / f"{site}.csv")}).rows(spec).summary() for site in SITES]
+    means = [summary.columns["dose"].mean for summary in own]
+    found = next(column for column in encoding_in(tmp_path / "run").columns if column.name == "dose")
+    assert found.mean == pytest.approx(sum(means) / 3, abs=0.1)  # about a third each
+    assert abs(encoding_from(own, spec)[0].columns[1].mean - found.mean) > 0.3
 
 
 def test_files_may_be_written_differently_at_every_site(tables: dict[str, list[Row]], tmp_path: Path) -> None:
