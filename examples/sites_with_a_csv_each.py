@@ -65,10 +65,10 @@ def main() -> None:
         (folder / "joined.toml").write_text(JOINED)
         for command in ("flower local sites.toml --tables data --out sites", "run joined.toml --out joined"):
             run = command.split()[-1]
-            for words in (command, f"predict {run} new.csv --out {run}.csv"):
+            for words in (command, f"predict {run} new.csv --out new-{run}.csv"):
                 print("$ comfedl", words, flush=True)
                 subprocess.run([sys.executable, "-m", "comfedl", *words.split()], cwd=folder, check=True, stdout=-3)
-            print((folder / f"{run}.csv").read_text(), end="")
+            print((folder / f"new-{run}.csv").read_text(), end="")
 
 
 if __name__ == "__main__":
