@@ -411,3 +411,20 @@ def test_a_format_survives_json() -> None:
     assert CellFormat.from_dict(json.loads(json.dumps(format.to_dict()))) == format
     assert make_format().to_dict() == {} and CellFormat.from_dict({}) == CellFormat()
     assert CellFormat.from_dict({"header": False}).header is False
+
+
+def test_missing_numbers_become_the_mean_of_those_that_train_has() -> None:
+    """Unlike the median it does not move the column's mean; texts and flags get the most frequent value."""
+    frame = {
+        "client": ["a"] * 6 + ["b"] * 6,
+        "split": (["train"] * 5 + ["test"]) * 2,
+        "dose": np.array([1, 2, np.nan, 4, 10, 99, 3, np.nan, 5, 6, 1, 99]),
+        "ward": np.array(["x", "y", "x", None, "x", "y", "y", "x", "x", "y", "x", "y"], dtype=object),
+        "y": np.array([0, 1] * 6),
+    }
+    fed = cf.FederatedData.from_dataframe(frame, "client", "y", split="split", impute="mean")
+    assert fed.encoding is not None
+    dose, ward = fed.encoding.columns
+    assert dose.fill == dose.mean == 4 and ward.fill == "x"
+    x = torch.cat([fed.train[name][0] for name in fed.train])
+    assert isinstance(x, torch.Tensor) and x[2, :2].tolist() == [0, 1]

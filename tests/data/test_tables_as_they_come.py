@@ -279,7 +279,7 @@ def test_a_header_that_looks_like_data(header: list[str], row: list[str], advice
         ({"header": ["a", "b"]}, "Line 1 of .* has 4 cells, but the config names 2"),
         ({"encoding": "klingon"}, "encoding is 'klingon', but it must be the name of a text encoding"),
         ({"encoding": "zlib"}, "encoding is 'zlib'"),
-        ({"impute": "mean"}, "impute is 'mean', but it must be \"median\""),
+        ({"impute": "average"}, "impute is 'average', but it must be \"median\""),
         ({"impute": {"agee": 3}}, "impute.agee is no column of rows.csv; did you mean 'age'"),
         ({"impute": {"site": "x"}}, "impute.site is no input column"),
         ({"impute": {"age": "old"}}, "impute.age is 'old', but the column has numbers"),

@@ -639,7 +639,7 @@ def test_certs(tmp_path: Path) -> None:
     written = make_certs(tmp_path / "keys", ["north", "south"], ["server.example.org", "10.0.0.7"])
     assert {path.name for path in written} == {
         *("ca.crt", "ca.key", "server.pem", "server.key"),
-        *("north.key", "north.pub", "south.key", "south.pub"),
+        *("north.key", "north.pub", "south.key", "south.pub", "sites.json"),
     }
     assert all(path.stat().st_mode & 0o077 == 0 for path in written if path.suffix == ".key")
     ca, server = (x509.load_pem_x509_certificate((tmp_path / "keys" / name).read_bytes()) for name in CERTIFICATES)

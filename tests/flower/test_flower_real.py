@@ -337,6 +337,7 @@ class Site:
             " north.key": f" {self.app}/keys/north.key",
             "/data/north": f"{self.app.parent}/data/north",
             "/var/lib/comfedl": f"{self.app.parent}/state/north",
+            "/etc/comfedl/": f"{self.app}/keys/",
             "/srv/runs": f"{self.app.parent}/runs",
         }
         for old, new in replacements.items():
@@ -368,6 +369,8 @@ def study(tmp_path: Path) -> Iterator[Site]:
     settings = app / "our_study" / "config.toml"
     text = settings.read_text().replace("rounds = 50", "rounds = 3\nquorum = 0.9")
     assert 'name = "robust"\ngamma = ' in text
+    assert '# keys = "/srv/keys/sites.json"' in text
+    text = text.replace('# keys = "/srv/keys/sites.json"', f'keys = "{app}/keys/sites.json"')
     settings.write_text(re.sub(r'name = "robust"\ngamma = .*', 'name = "ditto"', text))
     made = Site(app, names)
     with made.daemons:

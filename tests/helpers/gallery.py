@@ -29,9 +29,9 @@ HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 PRINTED = re.compile(r"^```console\n\$ python examples/(\w+\.py)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LIST_HEAD = """# Examples
 
-Each is one short script that runs as it is, `python examples/NAME.py`, in under a minute (`flower_local.py` takes about
-three, `lora.py` about two). What they print is on [a page of the documentation](../docs/examples.md).
-`flower_quickstart` is a Flower app with a README of its own.
+Each is one short script that runs as it is, `python examples/NAME.py`, in under a minute (those over a real
+network, `flower_local.py` and `sites_with_a_csv_each.py`, take about three, `lora.py` about two). What they print is on
+[a page of the documentation](../docs/examples.md). `flower_quickstart` is a Flower app with a README of its own.
 
 """
 

@@ -17,8 +17,12 @@ import comfedl as cf
 from helpers import gallery, notebook
 from helpers.pages import Shown, difference
 
+ON_FLOWER = ("flower_local.py", "sites_with_a_csv_each.py")
 DOWNLOADS = ("adult_as_it_comes.py", "lora.py")
-SLOW = {"flower_local.py": [pytest.mark.slow], **{name: [pytest.mark.download] for name in DOWNLOADS}}
+SLOW = {
+    **{name: [pytest.mark.slow] for name in ON_FLOWER},
+    **{name: [pytest.mark.download] for name in DOWNLOADS},
+}
 LONGEST = 75  # lines
 PAGE = gallery.PAGE.read_text(encoding="utf-8")
 ROUNDS = re.compile(r"(?<=round )\d+|\d+(?= rounds)")  # when a run stops early: rounding may move it
@@ -33,7 +37,7 @@ def differ(written: str, printed: str) -> str:
     [pytest.param(script, marks=SLOW.get(script.name, []), id=script.stem) for script in gallery.scripts()],
 )
 def test_an_example_prints_what_the_gallery_shows(script: Path) -> None:
-    if script.name == "flower_local.py":
+    if script.name in ON_FLOWER:
         pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
     if script.name == "lora.py":
         pytest.importorskip("peft", reason="peft is not installed: pip install 'comfedl[adapters]'")

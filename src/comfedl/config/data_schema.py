@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict
 from comfedl.config import build
 from comfedl.data.federated import FederatedData
 from comfedl.data.from_folders import from_folder
-from comfedl.data.from_tables import Shares, from_file
+from comfedl.data.from_tables import FORMAT_KEYS, Shares, from_file
 from comfedl.data.loading import check_classes, check_grouping, load
 from comfedl.data.partition import IID, PARTITIONS, Natural, Partition
 from comfedl.data.registry import SOURCES
+from comfedl.data.site_columns import EXAMPLE, MIN_COUNT, TableSpec
 from comfedl.data.tabular import Encoding
 from comfedl.models.losses import REGRESSIONS
 from comfedl.utils import checks, tree
@@ -216,7 +217,7 @@ class DataTable(NamedTable):
             return load(self.name, self.make_partition(), seed, *shares, progress, self.held_out, kept)
         function, _ = self._loader()
         if self.name in READERS:
-            task = "regression" if loss in REGRESSIONS else "classification"
+            task = table_task(loss)
             saved = encoding if encoding is not None and encoding.columns else None
             return READERS[self.name](Shares(self.validation, self.test, seed), task, saved, **self.arguments)
         fed = build.call_user_code("data.name", self.name, function, seed, **self._options())
@@ -276,23 +277,62 @@ class DataTable(NamedTable):
 
 
 SITES = "sites"
+TABLE_KEYS = (
+    *("columns", "target", "classes", "client", "split", "validation", "test", "scale", "scale_target"),
+    *("missing", "impute", *FORMAT_KEYS, "min_count"),
+)
+AT_SITES_DEFAULTS = {"scale": True, "scale_target": False, "missing": "error", "min_count": MIN_COUNT}
 
 
 class SitesTable(DataTable):
-    """[data] with name = "sites": the data stay at the sites, so only the number of classes is given."""
+    """[data] with name = "sites": the data stay at the sites.
 
-    classes: int | None = None
+    If each site has a table, ``columns`` says what its columns are (see ``TableSpec``). Otherwise the sites have
+    functions that load their data, and only the number of classes is given.
+    """
+
+    classes: int | list[str] | None = None
+    columns: dict[str, Any] | None = None
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether each site has a table."""
+        return self.columns is not None
 
     def check(self) -> None:
-        if self.classes is not None:
-            checks.at_least("data.classes", self.classes, 1)
-        for key in self.model_fields_set - {"name", "classes"} | self.arguments.keys():
-            raise build.unknown_key("data", key, ["name", "classes"], "data at sites")
+        if self.seed is not None:
+            checks.at_least("data.seed", self.seed, 0)
+        given = (self.model_fields_set - {"name", "seed"}) | self.arguments.keys()
+        if not self.has_tables:
+            for key in (given | self.model_fields_set & {"seed"}) - {"classes"}:
+                if key in TABLE_KEYS:
+                    raise ConfigError(
+                        f"data.{key} is of tables at sites, but data.columns is missing; write {EXAMPLE}."
+                    )
+                raise build.unknown_key("data", key, ["name", "classes", "columns"], "data at sites")
+            if self.classes is not None:
+                checks.at_least("data.classes", self.classes, 1)
+            return
+        for key in given - {*TABLE_KEYS}:
+            raise build.unknown_key("data", key, ["name", "seed", *TABLE_KEYS], "tables at sites")
+
+    def table_options(self) -> dict[str, Any]:
+        """What is asked of the sites' tables, as plain values."""
+        shares = {"validation": self.validation, "test": self.test}
+        given = {key: value for key, value in self.arguments.items() if value is not None}
+        classes = {} if self.classes is None else {"classes": self.classes}
+        return {**AT_SITES_DEFAULTS, **shares, **given, **classes, "columns": dict(self.columns or {})}
+
+    def table_spec(self, seed: int, loss: str) -> TableSpec:
+        """What is asked of the sites' tables."""
+        return TableSpec.of(self.table_options(), seed if self.seed is None else self.seed, table_task(loss))
 
     def outputs_without_data(self, loss: str) -> int:
         if loss == "cross_entropy" and self.classes is None:
             raise ConfigError("data.classes is missing: the data are at the sites, so give the number of classes.")
-        return 1 if loss != "cross_entropy" or self.classes is None else self.classes
+        if loss != "cross_entropy" or self.classes is None:
+            return 1
+        return len(self.classes) if isinstance(self.classes, list) else self.classes
 
     def outputs(self, fed: FederatedData, loss: str) -> int:
         return self.outputs_without_data(loss)
@@ -305,7 +345,17 @@ class SitesTable(DataTable):
         )
 
     def sample_spec(self, seed: int, loss: str, encoding: Encoding | None) -> SampleSpec:
+        if encoding is not None and encoding.columns:
+            return SampleSpec(encoding.shape, self.outputs_without_data(loss), torch.float32)
         raise ConfigError("The data of this run are at its sites, so its model cannot be built from its config alone.")
 
     def resolved(self) -> dict[str, Any]:
+        seed = {} if self.seed is None else {"seed": self.seed}
+        if self.has_tables:
+            return {"name": self.name, **seed, **self.table_options()}
         return {"name": self.name, **({} if self.classes is None else {"classes": self.classes})}
+
+
+def table_task(loss: str) -> str:
+    """What y of a table is, by the loss."""
+    return "regression" if loss in REGRESSIONS else "classification"

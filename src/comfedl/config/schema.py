@@ -15,6 +15,7 @@ from comfedl.algorithms.base import Algorithm
 from comfedl.config import build
 from comfedl.config.data_schema import SITES, DataTable, NamedTable, SitesTable
 from comfedl.data.federated import FederatedData
+from comfedl.data.site_columns import TableSpec
 from comfedl.data.tabular import Encoding
 from comfedl.data.transform import TRANSFORMS, TransformFunction, check_transform, describe_transform
 from comfedl.engines import AT_SITES, default_options as engine_options
@@ -44,6 +45,7 @@ class FlowerTable(BaseModel):
     deadline: float = 600
     patience: float = 600
     max_share: float | None = None
+    keys: str | None = None
 
     def check(self) -> None:
         """Check the values."""
@@ -323,6 +325,14 @@ class SitesConfig(Config):
     """The config of a run whose data stay at the sites."""
 
     data: SitesTable
+
+    def check(self) -> None:
+        super().check()
+        self.table_spec()
+
+    def table_spec(self) -> TableSpec | None:
+        """What is asked of the sites' tables; None if they have functions that load their data."""
+        return self.data.table_spec(self.seed, self.loss_name) if self.data.has_tables else None
 
 
 def read_config(path: Path, changes: Sequence[str] = ()) -> Config:

@@ -186,9 +186,9 @@ class FederatedData:
                 This takes only the count, the sum and the sum of squares from each client.
             scale_target: the same for y in a regression; errors are then in units of its standard deviation.
             missing: "error" rejects missing values, "drop" drops their rows.
-            impute: fills missing values in instead: "median" (for strings and booleans the most frequent value),
-                "most-frequent", or by column one of these or a constant. They are learnt from the train rows of all
-                clients, and an input says where a value was missing.
+            impute: fills missing values in instead: "median" or "mean" (for strings and booleans the most frequent
+                value), "most-frequent", or by column one of these or a constant. They are learnt from the train rows of
+                all clients, and an input says where a value was missing.
             na_values: further values that mean a missing one, or such lists by column.
             dates: columns to be read as dates, or their strptime formats by column: as days since 1970-01-01.
         """

@@ -6,13 +6,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from comfedl.data.cell_format import EPOCH, CellFormat
+from comfedl.data.fit_column import (
+    MAX_CATEGORIES,
+    Filling,
+    Fitted,
+    constant_column,
+    most_frequent,
+    number_column,
+    text_column,
+)
 from comfedl.data.suspect_cells import (
     at_clients,
     note_grouped,
@@ -24,12 +33,11 @@ from comfedl.data.suspect_cells import (
 )
 from comfedl.data.table import FLAG, FLAGS, NUMBER, TEXT, Table, to_string
 from comfedl.data.table_report import ColumnReport
-from comfedl.data.tabular import GAP, OTHER, ZEROS, Column, Encoding, sort_labels
+from comfedl.data.tabular import Encoding, sort_labels
 from comfedl.utils.errors import ConfigError, DataError, nearest
 
-MAX_CATEGORIES = 1000
-MEDIAN, MOST_FREQUENT = "median", "most-frequent"
-RULES = (MEDIAN, MOST_FREQUENT)
+MEDIAN, MEAN, MOST_FREQUENT = "median", "mean", "most-frequent"
+RULES = (MEDIAN, MEAN, MOST_FREQUENT)
 Rule = float | str
 Flags = NDArray[np.bool_]
 
@@ -60,15 +68,6 @@ class TaskOptions:
     missing: str = "error"
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """How a column is encoded, None if it is left out; why, in words; and what a user should know."""
-
-    column: Column | None
-    fate: str
-    notes: tuple[str, ...] = ()
-
-
 def check_impute(impute: Any, table: Table, inputs: Sequence[str]) -> dict[str, Rule]:
     """By column, what its missing values are filled in with: the name of a rule, or a constant."""
     if impute is None:
@@ -77,7 +76,7 @@ def check_impute(impute: Any, table: Table, inputs: Sequence[str]) -> dict[str, 
         return dict.fromkeys(inputs, impute)
     if not isinstance(impute, Mapping):
         raise ConfigError(
-            f'impute is {impute!r}, but it must be "median" or "most-frequent", or a table by column such as '
+            f'impute is {impute!r}, but it must be "median", "mean" or "most-frequent", or a table by column: '
             '{ age = "median", ward = "unknown", dose = 0 }.'
         )
     for name, rule in impute.items():
@@ -85,7 +84,9 @@ def check_impute(impute: Any, table: Table, inputs: Sequence[str]) -> dict[str, 
             what = "is no input column" if name in table.columns else f"is no column of {table.source}"
             raise ConfigError(f"impute.{name} {what}; {nearest(str(name), inputs)}.")
         if not isinstance(rule, str | bool | int | float):
-            raise ConfigError(f'impute.{name} is {rule!r}, but it must be "median", "most-frequent" or a constant.')
+            raise ConfigError(
+                f'impute.{name} is {rule!r}, but it must be "median", "mean", "most-frequent" or a constant.'
+            )
     return dict(impute)
 
 
@@ -107,10 +108,10 @@ def fit_encoding(
     shape = (sum(len(column.names) for column in columns),)
     # In a table without gaps only new rows have any: a run that drops them says so then.
     encoding = Encoding(columns, target, options.client, classes, mean, std, shape)
-    return replace(encoding, format=_kept_format(table.format), missing=options.missing), fitted
+    return replace(encoding, format=kept_format(table.format), missing=options.missing), fitted
 
 
-def _kept_format(format: CellFormat) -> CellFormat:
+def kept_format(format: CellFormat) -> CellFormat:
     """The format without what only says that this file is as usual."""
     return replace(format, header=None) if format.header is True else format
 
@@ -187,18 +188,14 @@ def _fit_numbers(rows: TableRows, name: str, kind: str, scale: bool, rule: Rule 
     has_gaps = bool(gaps.any() and not gaps.all())
     filled = values if fill is None else np.where(missing, fill, values)
     seen = filled[rows.train]
-    with_fill = ""
-    if fill is not None and missing.any():
-        with_fill = f", {int(missing.sum())} filled in with {table.format.shown(name, fill)}"
-    if (fill is None and missing.any()) or seen.min() == seen.max():
-        return _constant(name, table.format.shown(name, float(seen[0])) if len(present) else "nothing", has_gaps)
-    mean, std = _mean_and_std(where, seen) if scale and kind == NUMBER else (0.0, 1.0)
-    column = Column(name, kind, mean, std, fill=fill, indicator=has_gaps)
-    scaled = (
-        f"scaled by mean {table.format.shown(name, mean)} and std {std:.6g}" if scale and kind == NUMBER else "as it is"
-    )
-    notes = (*note_identifier(table, name, rows.clients), *note_grouped(table, name)) if kind == NUMBER else ()
-    return Fitted(column, f"{scaled}{with_fill}{', and an input that says where' if has_gaps else ''}", notes)
+    constant = bool((fill is None and missing.any()) or seen.min() == seen.max())
+    value = None if not constant else float(seen[0]) if len(present) else np.nan
+    scaling = _mean_and_std(where, seen) if scale and kind == NUMBER and not constant else None
+    filling = Filling(fill, int(missing.sum()), has_gaps)
+    fitted = number_column(name, kind, value, scaling, filling, partial(table.format.shown, name))
+    if constant or kind != NUMBER:
+        return fitted
+    return replace(fitted, notes=(*note_identifier(table, name, rows.clients), *note_grouped(table, name)))
 
 
 def _fill_number(table: Table, name: str, kind: str, rule: Rule, present: NDArray[np.float64]) -> float | None:
@@ -208,6 +205,8 @@ def _fill_number(table: Table, name: str, kind: str, rule: Rule, present: NDArra
             return None
         if kind == NUMBER and rule == MEDIAN:
             return float(np.median(present))
+        if kind == NUMBER and rule == MEAN:
+            return float(present.mean())
         numbers, counts = np.unique(present, return_counts=True)
         return float(numbers[counts.argmax()])
     is_date = name in table.format.dates
@@ -219,7 +218,8 @@ def _fill_number(table: Table, name: str, kind: str, rule: Rule, present: NDArra
     if given is None or not np.isfinite(given):
         what = "dates" if is_date else "true or false" if kind == FLAG else "numbers"
         raise ConfigError(
-            f'impute.{name} is {rule!r}, but the column has {what}; give "median", "most-frequent" or one of these.'
+            f'impute.{name} is {rule!r}, but the column has {what}; give "median", "mean", "most-frequent" or one of '
+            "these."
         )
     return float(given)
 
@@ -234,56 +234,22 @@ def _fit_text(rows: TableRows, name: str, rule: Rule | None) -> Fitted:
     gaps = missing[train]
     has_gaps = bool(gaps.any() and not gaps.all())
     if fill is None and missing.any():  # no value in train
-        return _constant(name, "nothing", False)
+        return constant_column(name, "nothing", False)
     texts = texts if fill is None else np.where(missing, fill, texts)
-    spelled, owners = tuple(note_spellings(table, name, "value")), dict[str, set[str]]()
+    owners: dict[str, set[str]] = {}
     clients = rows.clients[train].tolist()
     for text, client in zip(texts[train].tolist(), clients, strict=True):
         owners.setdefault(text, set()).add(client)
-    several = len({*clients}) > 1
-    own = {text for text, having in owners.items() if several and len(having) == 1}
-    categories = sort_labels([*(owners.keys() - own)])
-    if len(categories) > MAX_CATEGORIES:
-        raise DataError(
-            f"Column {name!r} of {table.source} has {len(categories)} distinct strings; leave it out (drop), or "
-            f"group them into {MAX_CATEGORIES} or fewer."
-        )
-    if len(categories) + bool(own) < 2:
-        if own:
-            why = "each of its values occurs at one client only"
-            return Fitted(None, f"left out: {why}", (f"Column {name!r} is left out: {why}.", *spelled))
-        return _constant(name, repr(categories[0]), has_gaps)
-    column = Column(name, TEXT, categories=categories, unseen=OTHER if own else ZEROS, fill=fill, indicator=has_gaps)
-    fate = f"one input for each of {len(categories)} values"
-    notes = [*note_marks(table, name, f"a value of the column {name!r}"), *spelled]
-    if own:
-        shown = ", ".join(repr(text) for text in sorted(own)[:3]) + (", ..." if len(own) > 3 else "")
-        fate += f", one for {len(own)} more that one client alone has ({shown})"
-        notes.append(
-            f"Column {name!r}: {len(own)} value{'s' if len(own) > 1 else ''} that one client alone has ({shown}) "
-            f"{'share' if len(own) > 1 else 'goes to'} the input {column.names[len(categories)]!r}."
-        )
-    if missing.any():
-        fate += f", {int(missing.sum())} filled in with {fill!r}{', and an input that says where' if has_gaps else ''}"
-    return Fitted(column, fate, tuple(notes))
+    filling = Filling(fill, int(missing.sum()), has_gaps)
+    counts = {text: len(having) for text, having in owners.items()}
+    fitted = text_column(name, table.source, counts, len({*clients}) > 1, filling)
+    marks = () if fitted.column is None else tuple(note_marks(table, name, f"a value of the column {name!r}"))
+    spelled = tuple(note_spellings(table, name, "value")) if len(counts) > 1 else ()
+    return replace(fitted, notes=(*marks, *spelled, *fitted.notes))
 
 
 def _fill_text(rule: Rule, present: Sequence[str]) -> str | None:
-    if not isinstance(rule, str) or rule not in RULES:
-        return to_string(rule)
-    counts = Counter(present)
-    return min(counts, key=lambda text: (-counts[text], text), default=None)
-
-
-def _constant(name: str, value: str, has_gaps: bool) -> Fitted:
-    """A column that does not differ among the train rows; where it is missing may still say something."""
-    what = "has no value" if value == "nothing" else f"is {value}"
-    if has_gaps:
-        note = f"Column {name!r} {what} in all train rows that have one: only where it is missing is used."
-        return Fitted(Column(name, GAP), f"only where it is missing: it {what} elsewhere in train", (note,))
-    return Fitted(
-        None, f"left out: it {what} in all train rows", (f"Column {name!r} is left out: it {what} in all train rows.",)
-    )
+    return most_frequent(Counter(present)) if isinstance(rule, str) and rule in RULES else to_string(rule)
 
 
 def _mean_and_std(where: str, values: NDArray[np.float64]) -> tuple[float, float]:

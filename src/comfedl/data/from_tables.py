@@ -94,9 +94,9 @@ def from_table(
     leave_out = {target, client, *drop, *([] if split is None else [split])}
     inputs = [name for name in table.columns if name not in leave_out]
     rules = check_impute(impute, table, inputs)
-    used, dropped = _with_values(table, options, split, [name for name in inputs if name not in rules])
+    used, dropped = with_values(table, options, split, [name for name in inputs if name not in rules])
     names = np.array(used.strings(client), dtype=object)
-    splits = _split_of_rows(used, names, target, shares, split, task)
+    splits = split_of_rows(used, names, target, shares, split, task)
     make = make or _in_memory
     if saved is not None:
         return make(used, saved, torch.from_numpy(saved.y(used)), names, splits)
@@ -130,6 +130,10 @@ def _in_memory(table: Table, encoding: Encoding, y: Tensor, names: NDArray[Any],
     return from_batches(by_split(torch.from_numpy(encoding.x(table)), y, names, splits), encoding)
 
 
+def encoded(encoding: Encoding, table: Table) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(encoding.x(table)), torch.from_numpy(encoding.y(table))
+
+
 def _check_options(table: Table, options: TaskOptions, split: str | None, drop: Sequence[str]) -> None:
     """Check the values of ``from_table``'s arguments, and that its columns exist and have one role each."""
     if options.task is not None:
@@ -158,7 +162,7 @@ def _check_options(table: Table, options: TaskOptions, split: str | None, drop: 
             )
 
 
-def _with_values(
+def with_values(
     table: Table, options: TaskOptions, split: str | None, inputs: Sequence[str]
 ) -> tuple[Table, dict[str, int]]:
     """The rows in which these inputs, y, the client and the split have a value; and how many others each client has."""
@@ -224,7 +228,7 @@ def by_split(x: Samples, y: Tensor, names: NDArray[Any], splits: NDArray[Any]) -
     return found
 
 
-def _split_of_rows(
+def split_of_rows(
     table: Table, names: NDArray[Any], target: str, shares: Shares, split: str | None, task: str | None
 ) -> NDArray[Any]:
     """The split of each row: from a column, or drawn within each client."""

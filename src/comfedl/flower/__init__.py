@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from comfedl.flower.apps import client_app as client_app, server_app as server_app
     from comfedl.flower.engine import Sites as Sites
     from comfedl.flower.site_file import keep_data as keep_data
+    from comfedl.flower.site_tables import site_table as site_table
     from comfedl.flower.strategy import (
         EqualStrategy as EqualStrategy,
         MethodStrategy as MethodStrategy,
@@ -32,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from comfedl.flower.engine import Sites
 
         return Sites
+    if name == "site_table":
+        from comfedl.flower.site_tables import site_table
+
+        return site_table
     if name in ("client_app", "server_app"):
         from comfedl.flower import apps
 

@@ -16,17 +16,20 @@ from flwr.serverapp import Grid, ServerApp
 from comfedl.config.schema import parse_config, read_config
 from comfedl.data.federated import FederatedData
 from comfedl.data.outer_share import held_out, set_aside
+from comfedl.data.site_table import SiteTable
 from comfedl.engines.embedded import Embedded
 from comfedl.flower import serialization
 from comfedl.flower.client import StateStore, public_message, run_steps
 from comfedl.flower.server import serve
+from comfedl.flower.site_keys import sign
+from comfedl.flower.site_tables import data_asked, rows_asked, summarise
 from comfedl.training.arguments import check_fit, make_learner
 from comfedl.utils.errors import ComfedlError, ConfigError, DataError
 from comfedl.utils.files import write_atomic
 
 logger = logging.getLogger("comfedl")
 
-Load = Callable[[Mapping[str, Any]], FederatedData]
+Load = Callable[[Mapping[str, Any]], FederatedData | SiteTable]
 
 
 def server_app(config: str | Path | None = None, out: str | Path | None = None) -> ServerApp:
@@ -67,28 +70,50 @@ def client_app(data: Load, state: str | Path | None = None, mods: Sequence[Any] 
 
     Args:
         data: a function that takes the SuperNode's ``--node-config`` as a dict and returns a ``FederatedData`` with one
-            client, named after the site. It is called for every message, in a fresh process.
+            client, named after the site, or a table (``site_table``). It is called for every message, in a fresh
+            process.
         state: the folder for the client's state between rounds; the key ``state`` of the node config overrides it.
             Default: comfedl-site in the working directory.
         mods: Flower mods, applied to every message.
+
+    If the node config names the site's private key (``key``), all replies are signed with it.
     """
     app = _ReplyingApp(mods=list(mods))
 
     @app.query("who")
     def who(message: Message, context: Context) -> Message:
-        fed = _load(data, context)
+        source = _load(data, context)
         question, _ = serialization.decode(message.content)
-        samples, share = int(fed.train.sizes[0]), question.get("outer_share")
-        if share is not None and fed.outer is None:  # of one sample, 0 are left, which the server refuses
+        share = question.get("outer_share")
+        if isinstance(source, SiteTable):  # its samples have no shape before there is an encoding
+            rows = rows_asked(source, question)
+            name, samples, outer = source.name, rows.samples, None
+            shape: tuple[int, ...] = (len(rows.spec.columns),)
+        else:
+            fed = data_asked(source, question)
+            name, samples, shape, outer = fed.names[0], int(fed.train.sizes[0]), fed.train.shape, fed.outer
+        if share is not None and outer is None:  # of one sample, 0 are left, which the server refuses
             samples -= held_out(samples, float(share)) if samples > 1 else 1
-        body = {"name": fed.names[0], "samples": samples, "shape": fed.train.shape}
+        body = {"name": name, "samples": samples, "shape": shape}
         return Message(serialization.encode(body), reply_to=message)
+
+    def folder_of(context: Context) -> Path:
+        return Path(str(context.node_config.get("state") or state or "comfedl-site"))
+
+    @app.query("table")
+    def table(message: Message, context: Context) -> Message:
+        source = _load(data, context)
+        question, _ = serialization.decode(message.content)
+        if not isinstance(source, SiteTable):
+            raise ConfigError("This site's data function does not give a table; use comfedl.flower.site_table.")
+        summary = summarise(source, question, folder_of(context))
+        return Message(serialization.encode({"summary": summary}), reply_to=message)
 
     @app.train("step")
     def step(message: Message, context: Context) -> Message:
-        fed = _load(data, context)
         body, tensors = serialization.decode(message.content)
-        folder = Path(str(context.node_config.get("state") or state or "comfedl-site"))
+        fed = data_asked(_load(data, context), body)
+        folder = folder_of(context)
         engine = site_engine(str(body["config"]), fed)
         content = run_steps(engine, StateStore(folder, fed.names[0], str(body["run"])), body, tensors)
         return Message(content, reply_to=message)
@@ -115,8 +140,10 @@ def site_engine(text: str, fed: FederatedData) -> Embedded:
     )
 
 
-def _load(data: Load, context: Context) -> FederatedData:
+def _load(data: Load, context: Context) -> FederatedData | SiteTable:
     fed = data(dict(context.node_config))
+    if isinstance(fed, SiteTable):
+        return fed
     if not isinstance(fed, FederatedData) or len(fed) != 1:
         found = f"{len(fed)} clients" if isinstance(fed, FederatedData) else f"a {type(fed).__name__}"
         raise DataError(f"The site's data function returned {found}, but it must return a FederatedData of one client.")
@@ -131,7 +158,15 @@ class _ReplyingApp(ClientApp):
             reply = super().__call__(message, context)
             if not isinstance(reply, Message):
                 raise ConfigError(f"A mod returned {type(reply).__name__} instead of a reply.")
+            _signed(reply, message, context)
         except (Exception, SystemExit) as error:  # the site's data function may raise anything
             logger.exception("This site cannot answer.")
             return Message(serialization.encode({"error": public_message(error)}), reply_to=message)
         return reply
+
+
+def _signed(reply: Message, message: Message, context: Context) -> None:
+    """Sign a reply with the site's key, if the node config names one."""
+    if context.node_config.get("key") and not reply.has_error():
+        path = Path(str(context.node_config["key"])).expanduser()
+        sign(path, context.node_id, message.content, reply.content)

@@ -87,6 +87,7 @@ class Sites(Engine):
         deadline: seconds that a site has to answer.
         record: called after each step with a dict of who answered and who did not.
         format: what replies may hold.
+        more: what else every message says.
     """
 
     defers_replies = True
@@ -101,7 +102,9 @@ class Sites(Engine):
         record: Callable[[dict[str, Any]], None] | None = None,
         *,
         format: ReplyFormat,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
+        self._more = dict(more or {})
         self.names, self.sizes = roll.names, roll.sizes
         self._grid, self._registry, self._config, self._run = grid, roll, config, run
         self._deadline, self._record, self._format = deadline, record or (lambda event: None), format
@@ -193,7 +196,9 @@ class Sites(Engine):
             contents[node] = serialization.encode(self._body(client, sent[client][1], parts), tensors)
         limits = {node: self._format.limit(request.step for request in own) for node, own in sent.values()}
         group = f"round {requests[-1].round}"
-        answers = exchange(self._grid, contents, "train.step", group, self._deadline, limits)
+        answers = exchange(
+            self._grid, contents, "train.step", group, self._deadline, limits, self._registry.check_reply
+        )
         for client, (node, client_requests) in sent.items():
             self._accept(client, client_requests, answers[node])
         for request in requests:
@@ -206,6 +211,8 @@ class Sites(Engine):
         use, held = None if now is None else _name(now), [request.held.get(client) for request in requests]
         keep = {_name(kept[client]) for kept in (*self._checkpointed, self._settled, self._versions) if client in kept}
         return {
+            **self._more,
+            **self._registry.fresh(),
             "config": self._config,
             "run": self._run,
             "asks": [{**part, "use": use, "hold": hold} for part, hold in zip(parts, held, strict=True)],

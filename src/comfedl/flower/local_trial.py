@@ -7,14 +7,17 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from comfedl.config.schema import Config, FlowerTable
+from comfedl.config.schema import Config, FlowerTable, SitesConfig
+from comfedl.data.table_files import TABLES
 from comfedl.flower.scaffold import write_app
 from comfedl.flower.server import ATTENDANCE, settings_at_sites
-from comfedl.flower.site_file import load_site as load_site, save_site as _save_site
+from comfedl.flower.site_file import load_site as load_site, save_site
+from comfedl.flower.site_keys import SITES as SITE_KEYS, write_site_keys
 from comfedl.flower.superlink import Network
 from comfedl.training.run_folder import check_free
 from comfedl.utils.errors import ConfigError, DaemonError, LocalTrialError
@@ -28,30 +31,63 @@ from comfedl.flower.site_file import (load_site)
 
 app = client_app(load_site)
 """
+CLIENT_WITH_TABLE = """\
+from comfedl.flower import client_app, site_table
+
+app = client_app(site_table)
+"""
 SERVER = "from comfedl.flower import server_app\n\napp = server_app()\n"
 
 
 class LocalTrial(Network):
-    """The network of a config: one site per client, with a file that holds only this client's data."""
+    """The network of a config: one site per client, with a file that holds only this client's data.
 
-    def __init__(self, config: Config, sites: int | None, folder: Path, out: Path, client: str = CLIENT) -> None:
-        fed = config.make_data(progress=True)
-        if sites is not None and sites != len(fed):
+    ``tables`` is a folder with one table per site, named after it; NAME.toml beside NAME.csv are the site's settings.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        sites: int | None,
+        folder: Path,
+        out: Path,
+        client: str | None = None,
+        tables: Path | None = None,
+    ) -> None:
+        self.out = out.resolve()
+        at_sites = isinstance(config, SitesConfig) and config.data.has_tables
+        if at_sites != (tables is not None):
+            raise ConfigError(
+                "The config has tables at sites; name the folder of their files with --tables."
+                if at_sites
+                else '--tables is for data at sites that have tables (data.name = "sites" with columns); leave it out.'
+            )
+        fed = None if tables is not None else config.make_data(progress=True)
+        files = {} if tables is None else find_tables(tables)
+        self.names: Sequence[str] = sorted(files) if fed is None else fed.names
+        count = len(self.names)
+        if sites is not None and sites != count:
             change = f", or change the number of clients (--set data.clients={sites})"
             raise ConfigError(
-                f"--sites is {sites}, but the config's data have {len(fed)} clients and each is one site; give --sites "
-                f"{len(fed)}{change if config.data.number_of_clients_is_free else ''}."
+                f"--sites is {sites}, but the config's data have {count} clients and each is one site; give --sites "
+                f"{count}{change if config.data.number_of_clients_is_free else ''}."
             )
-        self.names, self.out = fed.names, out.resolve()
-        self.sites = [f"site-{k}" for k in range(len(fed))]
-        states = str(self.out / STATES)
-        super().__init__(
-            folder, {site: {"data": str(folder / f"{site}.safetensors"), "state": states} for site in self.sites}
-        )
-        write_app(folder / "app", "comfedl-trial", {"PACKAGE/server.py": SERVER, "PACKAGE/client.py": client})
+        self.sites = [f"site-{k}" for k in range(count)]
+        nodes: dict[str, dict[str, str]] = {}
         for site, name in zip(self.sites, self.names, strict=True):
-            _save_site(folder / f"{site}.safetensors", fed, name)
-        expected = {"sites": list(self.names), "outputs": config.data.outputs(fed, config.loss_name)}
+            own = {"data": str(folder / f"{site}.safetensors")} if fed is not None else {"site": name, **files[name]}
+            nodes[site] = {**own, "state": str(self.out / STATES), "key": str(folder / "keys" / f"{site}.key")}
+        super().__init__(folder, nodes)
+        keys = folder / "keys" / SITE_KEYS
+        public = {site: (folder / "keys" / f"{site}.pub").read_text("utf-8") for site in self.sites}
+        write_site_keys(keys, {name: public[site] for site, name in zip(self.sites, self.names, strict=True)})
+        client = client or (CLIENT if fed is not None else CLIENT_WITH_TABLE)
+        write_app(folder / "app", "comfedl-trial", {"PACKAGE/server.py": SERVER, "PACKAGE/client.py": client})
+        expected: dict[str, Any] = {"sites": list(self.names), "keys": str(keys)}
+        if fed is not None:
+            for site, name in zip(self.sites, self.names, strict=True):
+                save_site(folder / f"{site}.safetensors", fed, name)
+            expected["outputs"] = config.data.outputs(fed, config.loss_name)
         options = (config.flower or FlowerTable()).model_copy(update=expected)
         settings = settings_at_sites(config) | {"flower": options.model_dump()}
         (folder / "trial.toml").write_text(to_toml(settings), encoding="utf-8")
@@ -95,12 +131,13 @@ def run_local(
     force: bool = False,
     resume: bool = False,
     tell: Callable[[str], None] = lambda line: None,
+    tables: Path | None = None,
 ) -> None:
     """Run a config over sites on this machine and stop all processes at the end; ``tell`` receives progress lines."""
     check_free(out, force, resume)
     was_there = (out / STATES).exists()  # then they are of an earlier run, or not ours at all
     with tempfile.TemporaryDirectory(prefix="comfedl-flower-") as scratch, sigterm_as_interrupt():
-        trial = LocalTrial(config, sites, Path(scratch), out)
+        trial = LocalTrial(config, sites, Path(scratch), out, tables=tables)
         attendance = _attendance_lines(trial.out / ATTENDANCE, config.rounds, resume, tell)
         try:
             with trial.daemons:
@@ -138,3 +175,19 @@ def _attendance_lines(path: Path, rounds: int, resume: bool, tell: Callable[[str
                 tell(f"round {row['round']} of {rounds}, {row['step']}: {len(row['answered'])} sites{absent}")
 
     return report_new
+
+
+def find_tables(folder: Path) -> dict[str, dict[str, str]]:
+    """By site, the node config that names its table, and its settings if there are some."""
+    found: dict[str, dict[str, str]] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.suffix.lower() in TABLES:
+            if path.stem in found:
+                raise ConfigError(f"{folder} has two tables of {path.stem!r}; keep one.")
+            settings = path.with_suffix(".toml").resolve()
+            found[path.stem] = {"table": str(path.resolve())} | (
+                {"settings": str(settings)} if settings.exists() else {}
+            )
+    if not found:
+        raise ConfigError(f"{folder} has no tables; give a folder with one CSV, Parquet or Arrow file per site.")
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -17,6 +17,8 @@ from comfedl.utils.errors import MalformedMessage
 FIRST_POLL, SLOWEST_POLL = 0.2, 0.5  # seconds between polls for replies; Flower's own loop waits three
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
+Check = Callable[[int, RecordDict, RecordDict, Mapping[str, Any]], str | None]
+"""Why a node's reply to a question is not to be trusted, given also its decoded text; None if it is."""
 # Flower's error codes, in words.
 EXPIRED = 3
 REASONS = {5: "its SuperNode is gone", 8: "its process died during the step"}
@@ -29,10 +31,12 @@ def exchange(
     group: str,
     deadline: float,
     limits: Mapping[int, int],
+    check: Check | None = None,
 ) -> dict[int, Answer | MalformedMessage | str]:
     """Send each node its content and wait for the replies: the decoded answer of each node, or why there is none.
 
-    ``limits`` is the most bytes that each node's reply may have; one that cannot be read is a ``MalformedMessage``.
+    ``limits`` is the most bytes that each node's reply may have; one that cannot be read is a ``MalformedMessage``. A
+    reply that ``check`` does not trust counts as none: it may not be the node's own.
     Replies are matched by message id, since Flower's error replies do not name their node.
     """
     nodes = list(contents)
@@ -46,6 +50,9 @@ def exchange(
         if node is not None:
             expired = reply.has_error() and reply.error.code == EXPIRED
             answers[node] = timed_out if expired else _answer(reply, limits[node])
+            answer = answers[node]
+            if check is not None and isinstance(answer, tuple):
+                answers[node] = check(node, contents[node], reply.content, answer[0]) or answer
     for node in nodes:
         if node not in answers:
             answers[node] = timed_out if node in waiting.values() else "the message could not be sent"

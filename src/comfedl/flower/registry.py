@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from flwr.app import RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from comfedl.flower import serialization
 from comfedl.flower.messaging import exchange
+from comfedl.flower.site_keys import SiteKeys
 from comfedl.utils.errors import ConfigError, MalformedMessage
 
 logger = logging.getLogger("comfedl")
@@ -54,6 +57,9 @@ class SiteRegistry:
         quorum: the fraction of the known sites that must be connected.
         outer_share: the share of its train samples that a site without outer data sets aside; None is nothing.
         max_share: the most that one site counts, as a share of all samples; None for what it says it has.
+        question: what every node is told when it is asked who it is.
+        keys: the keys that the sites' names are bound to; None to believe what nodes say.
+        record: called with a dict of the nodes that are refused.
     """
 
     def __init__(
@@ -66,10 +72,16 @@ class SiteRegistry:
         quorum: float = 1.0,
         outer_share: float | None = None,
         max_share: float | None = None,
+        question: Mapping[str, Any] | None = None,
+        keys: SiteKeys | None = None,
+        record: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._question = {"question": "who", **({} if outer_share is None else {"outer_share": outer_share})}
+        self._question |= question or {}
+        self.outer_share, self._keys, self._record = outer_share, keys, record or (lambda event: None)
         self._grid, self._deadline, self._resumed = grid, min(deadline, IDENTIFY_TIMEOUT), known
         self._site_of: dict[int, str | None] = {}  # by node; None if the node is refused
+        self._claims: dict[int, str] = {}  # nodes that were refused for their key, and the names that they claim
         self._duplicates: dict[int, str] = {}  # nodes that claim the name of another connected node
         self._retry_at: dict[int, float] = {}  # nodes that did not identify themselves in time
         self._samples: dict[str, int] = {}
@@ -107,6 +119,7 @@ class SiteRegistry:
     def nodes(self) -> dict[str, int]:
         """The node of every connected site; new nodes are asked to identify themselves."""
         online = set(self._grid.get_node_ids())
+        self._forget_changed_keys()
         connected = {name for node, name in self._site_of.items() if name is not None and node in online}
         now = time.monotonic()
         new = [
@@ -116,19 +129,56 @@ class SiteRegistry:
             and self._duplicates.get(node) not in connected
             and self._retry_at.get(node, 0) <= now
         ]
-        body = serialization.encode(self._question)
+        body = serialization.encode({**self._question, **self.fresh()})
         limits = dict.fromkeys(new, IDENTITY_LIMIT)
-        answers = exchange(self._grid, dict.fromkeys(new, body), "query.who", "who", self._deadline, limits)
+        answers = exchange(
+            self._grid, dict.fromkeys(new, body), "query.who", "who", self._deadline, limits, self.check_reply
+        )
         for node in sorted(new):
             answer = answers[node]
             if not isinstance(answer, tuple) or "error" in answer[0]:
                 reason = serialization.shortened(answer[0]["error"]) if isinstance(answer, tuple) else str(answer)
+                if node in self._claims:
+                    self._refuse(node, self._claims[node], reason)
+                    self._site_of[node] = None
+                    continue
                 logger.warning("Node %d does not identify itself: %s.", node, reason)
                 if self._started and time.monotonic() - now >= self._deadline:
                     self._retry_at[node] = time.monotonic() + RETRY_AFTER
                 continue
             self._register(node, answer[0], online)
         return {name: node for node, name in self._site_of.items() if name is not None and node in online}
+
+    def fresh(self) -> dict[str, Any]:
+        """What makes a question one that was never asked before, so that no answer to another one fits."""
+        return {} if self._keys is None else {"fresh": secrets.token_hex(16)}
+
+    def check_reply(self, node: int, question: RecordDict, reply: RecordDict, body: Mapping[str, Any]) -> str | None:
+        """Why a node's reply is not by the site that it claims to be; None if it is, or if names have no keys."""
+        if self._keys is None or "error" in body:
+            return None
+        name = self._site_of.get(node) or str(body.get("name"))[:MAX_NAME]
+        fault = self._keys.fault(name, node, question, reply)
+        if fault is not None and node not in self._site_of:
+            self._claims[node] = name
+        return fault
+
+    def _forget_changed_keys(self) -> None:
+        """Ask nodes again who they are whose site has another key now, or that were refused for their key."""
+        changed = set() if self._keys is None else self._keys.reload()
+        for name in changed:
+            logger.warning("The key of site %r has changed: its node must identify itself again.", name)
+        if changed:
+            self._site_of = {
+                node: site for node, site in self._site_of.items() if site not in changed and node not in self._claims
+            }
+            self._claims = {}
+
+    def _refuse(self, node: int, name: str, why: str) -> None:
+        shown = serialization.shortened(name)
+        logger.warning("Node %d claims to be site %r and is refused: %s.", node, shown, why)
+        absent = {f"node {node}": f"refused: it claims to be {shown!r}, but {why}"}
+        self._record({"round": 0, "step": "who", "answered": [], "absent": absent})
 
     def _wait_for(self, count: int, quorum: int, patience: float, soon: float) -> dict[str, int]:
         """Wait for ``count`` sites; after ``soon`` seconds ``quorum`` of them are enough."""
@@ -164,8 +214,7 @@ class SiteRegistry:
         if taken and not self._started:
             raise ConfigError(f"Two sites are named {name!r}; give each SuperNode a unique name, and start again.")
         if taken or (self._allowed is not None and name not in self._allowed):
-            why = "another node is that site" if taken else "it is not one of this run's sites"
-            logger.warning("Node %d claims to be site %r and is refused: %s.", node, name, why)
+            self._refuse(node, name, "another node is that site" if taken else "it is not one of this run's sites")
             if taken:
                 self._duplicates[node] = name  # asked again once the other node is gone
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from comfedl.config.schema import ENGINE_TABLES, Config, FlowerTable
+from comfedl.config.schema import ENGINE_TABLES, Config, FlowerTable, SitesConfig
 from comfedl.engines import AT_SITES
 from comfedl.flower.engine import Sites
 from comfedl.flower.registry import KnownSites, SiteRegistry, read_shape
 from comfedl.flower.reply_format import ReplyFormat
+from comfedl.flower.site_keys import SiteKeys
+from comfedl.flower.site_tables import gather_encoding, saved_encoding, table_question, with_encoding
 from comfedl.models.losses import is_balanced
 from comfedl.training.arguments import make_learner
 from comfedl.training.callbacks import Callback
@@ -25,6 +28,8 @@ from comfedl.utils.errors import ConfigError, RunFolderError
 from comfedl.utils.files import write_atomic
 from comfedl.utils.read_back import is_whole, read_object
 from comfedl.utils.toml import to_toml
+
+logger = logging.getLogger("comfedl")
 
 ATTENDANCE, SITES = "sites.jsonl", "sites.json"
 
@@ -55,6 +60,7 @@ class Attendance(Callback):
 
     def __init__(self, folder: Path | None, resume: bool) -> None:
         self._folder, self._resume = folder, resume
+        self._early: list[dict[str, Any]] | None = []  # events before the run's folder is made
         self.known: KnownSites | None = None
 
     def load(self) -> KnownSites | None:
@@ -72,13 +78,18 @@ class Attendance(Callback):
             raise RunFolderError(f"{path} cannot be read; start a new run with --force.") from error
 
     def add(self, event: dict[str, Any]) -> None:
-        if self._folder is not None:
-            now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            line = json.dumps({"time": now, **event}) + "\n"
+        event = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **event}
+        if self._early is not None:
+            self._early.append(event)
+        elif self._folder is not None:
+            line = json.dumps(event) + "\n"
             with (self._folder / ATTENDANCE).open("a", encoding="utf-8") as file:
                 file.write(line)
 
     def started(self) -> None:
+        early, self._early = self._early or [], None
+        for event in early:
+            self.add(event)
         if self._folder is not None and self.known is not None:
             sites = {"shape": self.known.shape, "samples": dict(self.known.samples)}
             write_atomic(self._folder / SITES, json.dumps(sites, indent=2).encode())
@@ -100,8 +111,22 @@ def serve(
     attendance = Attendance(out, resume)
     share = config.outer_share if algorithm.weighs_on_outer else None
     known = attendance.load()
+    keys = None if options.keys is None else SiteKeys(Path(options.keys).expanduser())
+    if keys is None:
+        logger.warning("Sites are who they say they are: bind their names to keys with flower.keys (docs/flower.md).")
+    question = table_question(config)
     registry = SiteRegistry(
-        grid, options.sites, options.patience, options.deadline, known, config.quorum, share, options.max_share
+        grid,
+        options.sites,
+        options.patience,
+        options.deadline,
+        known,
+        config.quorum,
+        share,
+        options.max_share,
+        question=question,
+        keys=keys,
+        record=attendance.add,
     )
     attendance.known = registry.known
     run_options = config.run_options(
@@ -113,7 +138,11 @@ def serve(
         callbacks=[attendance, *callbacks],
     )
     run_options.check_clients(len(registry.names))
-    model = config.make_model_for(registry.known.shape)
+    encoding = None
+    if isinstance(config, SitesConfig) and question:
+        encoding = saved_encoding(out) if resume else None
+        encoding = encoding or gather_encoding(grid, registry, config, options.deadline, attendance.add)
+    model = config.make_model_for(registry.known.shape if encoding is None else encoding.shape)
     loss = config.make_loss()
     if is_balanced(loss):
         raise ConfigError(
@@ -127,12 +156,22 @@ def serve(
     run_id = hashlib.blake2b(f"{identity}\0{out}".encode(), digest_size=8).hexdigest()
     format = ReplyFormat(algorithm.steps(), initial, frozenset(learner.metrics))
     return fit_on(
-        Sites(grid, registry, text, run_id, options.deadline, attendance.add, format=format),
+        Sites(
+            grid,
+            registry,
+            text,
+            run_id,
+            options.deadline,
+            attendance.add,
+            format=format,
+            more=with_encoding(question, encoding),
+        ),
         algorithm,
         initial,
         frozen,
         (tuple(registry.names), tuple(registry.sizes.tolist())),
         settings,
         run_options,
+        encoding=encoding,
         module=model,
     )

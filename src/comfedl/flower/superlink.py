@@ -25,7 +25,7 @@ class Network:
     """
 
     def __init__(self, folder: Path, sites: Mapping[str, Mapping[str, str]]) -> None:
-        self.folder, self._node_configs, self.daemons = folder, sites, Daemons(folder)
+        self.folder, self.node_configs, self.daemons = folder, dict(sites), Daemons(folder)
         self.port, *ports = free_ports(len(sites) + 1)
         self._ports = dict(zip(sites, ports, strict=True))
         make_certs(folder / "keys", list(sites))
@@ -44,12 +44,12 @@ class Network:
         message = "The SuperLink does not listen"
         wait_for(lambda: listening(self.port), START_TIMEOUT, message, self.daemons, "superlink")
         self.run_flwr(
-            "register", [["supernode", "register", str(keys / f"{site}.pub"), "trial"] for site in self._node_configs]
+            "register", [["supernode", "register", str(keys / f"{site}.pub"), "trial"] for site in self.node_configs]
         )
 
     def start_node(self, site: str, key: Path | None = None) -> subprocess.Popen[bytes]:
         """Start the SuperNode of a site, with its own key or another."""
-        keys, node_config = self.folder / "keys", self._node_configs[site]
+        keys, node_config = self.folder / "keys", self.node_configs[site]
         options = ["--superlink", f"127.0.0.1:{self.port}", "--root-certificates", str(keys / "ca.crt")]
         options += ["--auth-supernode-private-key", str(key or keys / f"{site}.key")]
         options += ["--host", "127.0.0.1", "--port", str(self._ports[site])]
