@@ -2,7 +2,8 @@
 
     python -m benchmarks.flower_process
 
-It does in one process what Flower's client process does between its start and its reply, on as much data as a third of the digits.
+It does in one process what Flower's client process does between its start and its reply, on as much data as a third
+of the digits.
 """
 
 import time
