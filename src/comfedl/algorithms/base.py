@@ -20,6 +20,7 @@ from torch import Tensor
 
 from comfedl.algorithms.aggregation import DEFENCES, Aggregation
 from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.algorithms.private_release import PrivateRelease
 from comfedl.core import optim, schedule
 from comfedl.core.learner import Batch, Learner, Model, Params, Slope
 from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
@@ -155,6 +156,8 @@ class Algorithm(Aggregation, ABC):
     """Its objective, in one line."""
     sends: ClassVar[str]
     """What travels each way in a round, per participant; d is the number of parameters."""
+    release: ClassVar[PrivateRelease | None] = None
+    """Under differential privacy, the mechanism of the round; ``with_release`` gives a method one."""
     elementwise: ClassVar[bool] = True
     """Whether its client steps, apart from calls to the learner, are elementwise in parameters and losses.
 
@@ -226,14 +229,57 @@ class Algorithm(Aggregation, ABC):
         object.__setattr__(method, "lr", self.lr * schedule.factor(self.lr_schedule, number))
         return method
 
+    def check_privacy(self, model: Model, sampled: bool) -> int:
+        """The number of sums that a round releases besides the update; raises if the method has no known epsilon.
+
+        ``sampled`` is whether only some of the clients take part in a round.
+        """
+        raise ConfigError(
+            f"privacy is given, but {self.name} sends or computes more than a weighted sum of updates, and its epsilon "
+            "is not known; use fedavg or fedprox (weighting = \"uniform\"), fedmaml, or comfedl, robust or "
+            "comfedl-damaml with a cap."
+        )
+
+    def check_sums(self, model: Model, sampled: bool) -> None:
+        """Raise if something else than a weighted sum of clipped updates leaves the round, whatever the weights."""
+        if self.defended:
+            raise ConfigError(
+                "privacy is given, but clip_update_norm, aggregate or defence is as well; privacy clips each update to "
+                "its own clip and needs the mean, so leave these out."
+            )
+        if model["buffers"]:
+            raise ConfigError(
+                f"privacy is given, but the model has buffers ({next(iter(model['buffers']))}), which travel as "
+                "BatchNorm's statistics do, and would not be private; use GroupNorm or LayerNorm."
+            )
+        if sampled and self.initial_client_state(model) is not None:
+            raise ConfigError(
+                "privacy is given and only some clients take part in a round, but clients keep a state from round to "
+                "round, for which the effect of sampling on epsilon is not known; use keep_state = false, or all clients."
+            )
+
+    def with_release(self, release: PrivateRelease | None) -> Self:
+        """This method with the mechanism of a round."""
+        if release is None:
+            return self
+        method = copy.copy(self)
+        object.__setattr__(method, "release", release)
+        return method
+
     def advance(
-        self, state: State, replies: Replies, weights: Tensor, shrink: Callable[[Params], float] | None = None
+        self,
+        state: State,
+        replies: Replies,
+        weights: Tensor,
+        shrink: Callable[[Params], float] | None = None,
+        bound: float | None = None,
     ) -> State:
         """The state with the aggregated update applied to its model by the server's optimiser.
 
-        ``shrink`` gives the factor to scale the aggregated update by, from that update.
+        ``shrink`` gives the factor to scale the aggregated update by, from that update. ``bound`` is for differential
+        privacy: the largest weight that a client could have had (see ``PrivateRelease.averaged``).
         """
-        state = self._moved(state, replies, weights, shrink)
+        state = self._moved(state, replies, weights, shrink, bound)
         return state if self.server_average is None else {**state, AVERAGE: self._followed(state)}
 
     def _followed(self, state: State) -> Tree:
@@ -249,9 +295,18 @@ class Algorithm(Aggregation, ABC):
         return {"model": average, "rounds": rounds}
 
     def _moved(
-        self, state: State, replies: Replies, weights: Tensor, shrink: Callable[[Params], float] | None
+        self,
+        state: State,
+        replies: Replies,
+        weights: Tensor,
+        shrink: Callable[[Params], float] | None,
+        bound: float | None,
     ) -> State:
-        before, averaged = state["model"], self.averaged(state["model"], replies, weights)
+        before = state["model"]
+        if self.release is None:
+            averaged = self.averaged(before, replies, weights)
+        else:
+            state, averaged = self.release.averaged(state, replies, weights, bound)
         if self.server_optimizer is None and shrink is None:
             return {**state, "model": averaged}
         update = tree.map(torch.sub, averaged["params"], before["params"])

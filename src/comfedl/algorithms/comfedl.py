@@ -21,6 +21,7 @@ from torch import Tensor
 from comfedl.algorithms.aggregation import STRONG_CAP, clip_factors
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
 from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.algorithms.private_release import PRIVACY, PrivateRelease
 from comfedl.core import client_vector
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.core.objectives import Adapt, Adapted, Composition, CompositionObjective, LocalLoss, Objective
@@ -126,7 +127,10 @@ class Compositional(Algorithm):
         replies = context.ask(step, participants, {"model": model})
         chosen = list(replies.clients)
         if not isinstance(self.g, Coupled):
-            weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64)
+            if context.release is not None:
+                weights = context.release.equal_weights(len(chosen))
+            else:
+                weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64)
             return self.advance(state, replies, weights), Participation(chosen, weights)
         losses, table = replies.numbers("loss"), state["losses"]
         updates = self.measured_updates(replies, model["params"], state["previous"]) if "previous" in state else None
@@ -141,15 +145,41 @@ class Compositional(Algorithm):
         # scaled by n / m, would be unbiased but stall training: stale losses of clients not seen again stay high
         # while the model improves, and leave the participants almost no weight.
         offsets = self.offsets(state, chosen, context.engine.names, context.sizes)
-        weights, shrink = self.weigh(model, replies, losses if offsets is None else losses + offsets, updates)
-        weights, duals = self.limited(weights, chosen), None
+        shifted, shrink, bound, duals = losses if offsets is None else losses + offsets, None, None, None
+        if context.release is not None:
+            assert isinstance(self.g, KL)
+            state, weights, bound = private_weights(self.g, state, self.foreseen(shifted, updates), context.release)
+        else:
+            weights, shrink = self.weigh(model, replies, shifted, updates)
+            weights = self.limited(weights, chosen)
         if context.recorded:
             everyone = self.offsets(state, range(context.clients), context.engine.names, context.sizes)
             duals = known_weights(self.g, table if everyone is None else client_vector.to_tensor(table) + everyone)
         state = {**state, "losses": table}
         if updates is not None:
             state["previous"] = model["params"]
-        return self.advance(state, replies, weights, shrink), Participation(chosen, weights, duals)
+        return self.advance(state, replies, weights, shrink, bound), Participation(chosen, weights, duals)
+
+    def check_privacy(self, model: Model, sampled: bool) -> int:
+        self.check_sums(model, sampled)
+        if not isinstance(self.g, Coupled):
+            return 0
+        if not isinstance(self.g, KL) or self.g.cap is None or self.g.gamma is None:
+            raise ConfigError(
+                f"privacy is given, but with {self.g} one client could have any weight; use KL with gamma and cap, "
+                "such as cap = 4, the largest weight of a client as a multiple of uniform."
+            )
+        if self.safe or self.estimates is not None:
+            what = 'step = "safe" uses lengths of updates' if self.safe else "Excess without baseline asks for losses"
+            raise ConfigError(
+                f"privacy is given, but {what} that are not private; use "
+                + ('step = "plain".' if self.safe else "a baseline for every client, or another offset.")
+            )
+        return 1  # the sum of the weights
+
+    def foreseen(self, losses: Tensor, updates: Updates | None) -> Tensor:
+        """The losses that weights under privacy follow; of each client by its own reply alone."""
+        return losses
 
     def measured_updates(self, replies: Replies, params: Params, previous: Params) -> Updates:
         """What the server can tell of the clients' losses, from updates that are clipped like those it averages."""
@@ -392,6 +422,22 @@ def known_weights(outer: Coupled, losses: Tree) -> Tensor:
     weights = torch.zeros_like(values)
     weights[known] = outer.weights(values[known])
     return weights
+
+
+def private_weights(g: KL, state: State, losses: Tensor, release: PrivateRelease) -> tuple[State, Tensor, float]:
+    """Capped KL weights whose normaliser is public, the state with the next normaliser, and the largest weight.
+
+    ``capped_weights`` are ``min(exp((f_i - eta) / gamma), cap) / n``, with the eta at which they sum to 1. Here eta is
+    the one that earlier rounds have come to, so that a client's weight depends on no other's loss. The noisy sum of the
+    weights scales them, and moves eta to where their sum will be 1: gamma log(sum) further, at which it stays.
+    """
+    assert g.gamma is not None and g.cap is not None
+    kept = state[PRIVACY]
+    most = math.log(g.cap)
+    weights = torch.exp(((losses - kept["shift"]) / g.gamma).clamp(max=most)) / release.participants
+    total = min(g.cap, max(1 / g.cap, release.total(weights, g.cap / release.participants)))
+    state = {**state, PRIVACY: {**kept, "shift": kept["shift"] + g.gamma * math.log(total)}}
+    return state, weights / total, g.cap / release.participants / total
 
 
 def safe_step(method: Compositional, model: Model, replies: Replies, weights: Tensor) -> Callable[[Params], float]:
