@@ -24,6 +24,7 @@ from comfedl.algorithms.private_release import PrivateRelease
 from comfedl.core import optim, schedule
 from comfedl.core.learner import Batch, Learner, Model, Params, Slope
 from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
+from comfedl.core.privacy import Sums
 from comfedl.core.optim import SGD, Adagrad, Adam, AdamW, ClientOptimizer, Yogi
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.core.robust_aggregation import RULES
@@ -229,8 +230,8 @@ class Algorithm(Aggregation, ABC):
         object.__setattr__(method, "lr", self.lr * schedule.factor(self.lr_schedule, number))
         return method
 
-    def check_privacy(self, model: Model, sampled: bool) -> int:
-        """The number of sums that a round releases besides the update; raises if the method has no known epsilon.
+    def check_privacy(self, model: Model, sampled: bool) -> Sums:
+        """What a round releases; raises if the epsilon of this method is not known.
 
         ``sampled`` is whether only some of the clients take part in a round.
         """

@@ -27,6 +27,7 @@ from comfedl.core.learner import Learner, Model, Params
 from comfedl.core.objectives import Adapt, Adapted, Composition, CompositionObjective, LocalLoss, Objective
 from comfedl.core.offset import Excess
 from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable, Tilt
+from comfedl.core.privacy import Sums
 from comfedl.core.protocol import NUMBER, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError, Diverged
@@ -160,10 +161,10 @@ class Compositional(Algorithm):
             state["previous"] = model["params"]
         return self.advance(state, replies, weights, shrink, bound), Participation(chosen, weights, duals)
 
-    def check_privacy(self, model: Model, sampled: bool) -> int:
+    def check_privacy(self, model: Model, sampled: bool) -> Sums:
         self.check_sums(model, sampled)
         if not isinstance(self.g, Coupled):
-            return 0
+            return Sums()
         if not isinstance(self.g, KL) or self.g.cap is None or self.g.gamma is None:
             raise ConfigError(
                 f"privacy is given, but with {self.g} one client could have any weight; use KL with gamma and cap, "
@@ -175,7 +176,7 @@ class Compositional(Algorithm):
                 f"privacy is given, but {what} that are not private; use "
                 + ('step = "plain".' if self.safe else "a baseline for every client, or another offset.")
             )
-        return 1  # the sum of the weights
+        return Sums(sides=1, most=self.g.cap)  # and the sum of the weights
 
     def foreseen(self, losses: Tensor, updates: Updates | None) -> Tensor:
         """The losses that weights under privacy follow; of each client by its own reply alone."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core.learner import Model
+from comfedl.core.privacy import Sums
 from comfedl.core.simplex import limited_weights
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
@@ -57,14 +58,14 @@ class FedAvg(Algorithm):
             weights = self._weights(torch.from_numpy(context.sizes[replies.clients]))
         return self.advance(state, replies, weights), Participation(replies.clients, weights)
 
-    def check_privacy(self, model: Model, sampled: bool) -> int:
+    def check_privacy(self, model: Model, sampled: bool) -> Sums:
         if self.weighting != "uniform":
             raise ConfigError(
                 "privacy is given, but weighting is \"samples\": a client's number of samples is private as well, and "
                 "one client could have any share of the sum; use weighting = \"uniform\"."
             )
         self.check_sums(model, sampled)
-        return 0
+        return Sums()
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return (self._weights(sizes) * values).sum()

@@ -8,8 +8,9 @@ docs/privacy.md has the proofs.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
@@ -17,10 +18,31 @@ from comfedl.utils.errors import ConfigError
 SAMPLINGS = ("fixed", "poisson")
 ACCOUNTANTS = ("pld", "rdp")
 NOT_COVERED = (
-    "the metrics and losses in the records, who took part, personal models, checkpoints, and the choice of "
-    "hyper-parameters"
+    "the metrics and losses in the records, who took part, checkpoints, personal models, how the data were prepared, and "
+    "the choice of hyper-parameters"
 )
 """What no epsilon of a run is about; said beside each."""
+ABOUT_EPSILON = (
+    f"Epsilon is of one run's global models, per client; several runs on the same clients add up. Not covered: "
+    f"{NOT_COVERED}."
+)
+
+
+def spent_text(row: Mapping[str, object]) -> str:
+    """The epsilon of a row of the records, with its delta.
+
+    >>> spent_text({"epsilon": 3.14159, "delta": 1e-5})
+    '3.14 (delta 1e-05)'
+    """
+    return f"{row['epsilon']:.3g} (delta {row['delta']:g})"
+
+
+class Sums(NamedTuple):
+    """What a method's round releases: the sum of the updates, and ``sides`` further sums of numbers."""
+
+    sides: int = 0
+    most: float = 1.0
+    """The largest weight of a client, as a multiple of uniform."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from comfedl.data.tabular import Encoding
 from comfedl.data.transform import TransformFunction, check_transform, describe_transform
 from comfedl.engines import make_engine
 from comfedl.engines.faults import Fault, Faulty, check_faults, poisoned
-from comfedl.models.losses import LossFunction
+from comfedl.models.losses import LossFunction, is_balanced
 from comfedl.models.metrics import describe_metrics
 from comfedl.training import personal_models
 from comfedl.training.arguments import RequestedMetrics, add_metrics, check_fit, check_kinds, make_learner
@@ -150,6 +150,10 @@ def fit(
     )
     check_kinds(algorithm, fed)
     options.check_clients(len(fed))
+    if privacy is not None and not privacy.is_plain and is_balanced(loss):
+        raise ConfigError(
+            'privacy is given, but loss has "balanced" weights, which count the labels of all clients; give numbers.'
+        )
     if algorithm.weighs_on_outer and fed.outer is None:
         fed = set_aside(fed, options.outer_share, options.seed)
     learner, initial, frozen = make_learner(model, loss, algorithm, metrics)

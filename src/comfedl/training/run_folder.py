@@ -515,7 +515,12 @@ def finished_row(path: Path, settings: Mapping[str, Any]) -> Row | None:
     rows, chosen = list(read_rows(path / "rounds.jsonl")), read_object(path / "summary.json").get("round")
     if not rows:
         raise RunFolderError(f"{path / 'rounds.jsonl'} has no rows, but the run has finished; give another --out.")
-    return next((row for row in rows if row["round"] == chosen), rows[-1])
+    return with_all_spent(next((row for row in rows if row["round"] == chosen), rows[-1]), rows)
+
+
+def with_all_spent(row: Row, rows: Sequence[Row]) -> Row:
+    """A row with the epsilon of all rounds: those after the model's round have used the clients' data, too."""
+    return {**row, "epsilon": rows[-1]["epsilon"]} if "epsilon" in rows[-1] else row
 
 
 def _described(encoding: Encoding) -> str:
