@@ -223,9 +223,7 @@ def test_the_command_gives_the_noise_for_an_epsilon_and_a_run_keeps_to_it(tmp_pa
 )
 def test_the_command_refuses_in_a_sentence(tmp_path: Path, arguments: list[str], privacy: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        CliRunner().invoke(
-            app, ["privacy", str(toml(tmp_path, privacy=privacy)), *arguments], catch_exceptions=False
-        )
+        CliRunner().invoke(app, ["privacy", str(toml(tmp_path, privacy=privacy)), *arguments], catch_exceptions=False)
 
 
 def test_a_comparison_and_a_report_show_epsilon_beside_the_results(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from comfedl.algorithms.private_release import PrivateRelease
 from comfedl.core import optim, schedule
 from comfedl.core.learner import Batch, Learner, Model, Params, Slope
 from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
-from comfedl.core.privacy import Sums
 from comfedl.core.optim import SGD, Adagrad, Adam, AdamW, ClientOptimizer, Yogi
+from comfedl.core.privacy import Sums
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.core.robust_aggregation import RULES
 from comfedl.utils import checks, tree
@@ -237,7 +237,7 @@ class Algorithm(Aggregation, ABC):
         """
         raise ConfigError(
             f"privacy is given, but {self.name} sends or computes more than a weighted sum of updates, and its epsilon "
-            "is not known; use fedavg or fedprox (weighting = \"uniform\"), fedmaml, or comfedl, robust or "
+            'is not known; use fedavg or fedprox (weighting = "uniform"), fedmaml, or comfedl, robust or '
             "comfedl-damaml with a cap."
         )
 
@@ -256,7 +256,7 @@ class Algorithm(Aggregation, ABC):
         if sampled and self.initial_client_state(model) is not None:
             raise ConfigError(
                 "privacy is given and only some clients take part in a round, but clients keep a state from round to "
-                "round, for which the effect of sampling on epsilon is not known; use keep_state = false, or all clients."
+                "round, so the effect of sampling on epsilon is not known; use keep_state = false, or all clients."
             )
 
     def with_release(self, release: PrivateRelease | None) -> Self:

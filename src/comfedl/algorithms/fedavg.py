@@ -61,8 +61,8 @@ class FedAvg(Algorithm):
     def check_privacy(self, model: Model, sampled: bool) -> Sums:
         if self.weighting != "uniform":
             raise ConfigError(
-                "privacy is given, but weighting is \"samples\": a client's number of samples is private as well, and "
-                "one client could have any share of the sum; use weighting = \"uniform\"."
+                'privacy is given, but weighting is "samples": a client\'s number of samples is private as well, and '
+                'one client could have any share of the sum; use weighting = "uniform".'
             )
         self.check_sums(model, sampled)
         return Sums()

@@ -1,8 +1,9 @@
 """What leaves a round under differential privacy: sums of bounded parts, one per client, with noise.
 
-A client's part of a sum depends on its own data and on what earlier rounds released, never on other clients' data of the
-same round. So its absence changes a sum by its own part alone, whose size is bounded. Whatever the server computes from
-the noisy sums (its optimiser, averages, weights' normaliser) is post-processing. docs/privacy.md has the proofs.
+A client's part of a sum depends on its own data and on what earlier rounds released, never on other clients' data of
+the same round. So its absence changes a sum by its own part alone, whose size is bounded. Whatever the server computes
+from the noisy sums (its optimiser, averages, the weights' normaliser) is post-processing. docs/privacy.md has the
+proofs.
 """
 
 from __future__ import annotations

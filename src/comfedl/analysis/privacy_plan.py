@@ -36,9 +36,7 @@ class PrivacyPlan:
         if self.participants >= self.clients:
             return f"all {self.clients:,} clients in every round"
         if self.privacy.sampling == "poisson":
-            return (
-                f"every one of {self.clients:,} clients with probability {self.participants / self.clients:.4g} (Poisson)"
-            )
+            return f"every one of {self.clients:,} clients with probability {self.participants / self.clients:.4g} (Poisson)"
         return f"{self.participants:,} of {self.clients:,} clients per round, without replacement"
 
 

@@ -20,9 +20,9 @@ from comfedl.analysis.personalize import Personalized
 from comfedl.analysis.privacy_plan import PrivacyPlan
 from comfedl.analysis.robust_advice import Advice
 from comfedl.core.client_statistics import Row
-from comfedl.core.privacy import spent_text
 from comfedl.core.optim import CLIENT_OPTIMIZERS, OPTIMIZERS, SERVER_OPTIMIZERS
 from comfedl.core.outer_functions import OUTERS
+from comfedl.core.privacy import spent_text
 from comfedl.core.schedule import SCHEDULES
 from comfedl.data.federated import FederatedData
 from comfedl.data.partition import PARTITIONS

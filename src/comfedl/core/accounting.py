@@ -6,9 +6,9 @@ Every round is one Gaussian mechanism (see ``privacy.py``). How often a client t
 - Poisson sampling: the privacy loss distribution of the Poisson-subsampled Gaussian, which is exactly what a round is
   between neighbours by zero-out.
 - A fixed number without replacement: Theorem 27 of Wang, Balle and Kasiviswanathan (2019), which holds for replacing a
-  client. That moves a sum by up to twice the clip, so it is used with z / 2. A replacement by nothing is one by a client
-  that adds zero, so the bound holds for zero-out as well. So does the bound of all clients in every round, since the
-  sample does not depend on the data; the smaller of the two counts.
+  client. That moves a sum by up to twice the clip, so it is used with z / 2. A replacement by nothing is one by a
+  client that adds zero, so the bound holds for zero-out as well. So does the bound of all clients in every round, since
+  the sample does not depend on the data; the smaller of the two counts.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def _orders(event: Any, relation: Any) -> list[float]:
 
 def noise_for(epsilon: float, privacy: DP, clients: int, participants: int, rounds: int) -> float:
     """The smallest noise multiplier, to a relative 1e-3 and rounded up, with at most this epsilon."""
+
     @lru_cache
     def spent(noise: float) -> float:
         trial = replace(privacy, noise_multiplier=noise, clip=privacy.clip or 1.0)

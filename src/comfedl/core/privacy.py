@@ -141,7 +141,9 @@ class Spent:
     def __str__(self) -> str:
         if self.epsilon is None:
             return "No differential privacy: noise_multiplier is 0."
-        known = " The noise follows from noise_seed, so this holds only for those who do not know it." * self.known_noise
+        known = (
+            " The noise follows from noise_seed, so this holds only for those who do not know it." * self.known_noise
+        )
         return (
             f"Epsilon {self.epsilon:.3g} at delta {self.delta:g} per client, for the global models of "
             f"{self.rounds} rounds. Not covered: {self.not_covered}.{known}"

@@ -13,7 +13,6 @@ from comfedl.core.privacy import DP, Spent
 from comfedl.core.protocol import Engine
 from comfedl.core.secret_noise import SecretNoise, key_of_seed, new_key
 from comfedl.training.run_folder import RunFolder
-from comfedl.utils.errors import ConfigError
 
 
 def make_release(
