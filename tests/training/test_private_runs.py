@@ -18,7 +18,7 @@ from comfedl.analysis.compare import run_comparison
 from comfedl.analysis.read_runs import read_run
 from comfedl.analysis.report_content import report_contents
 from comfedl.cli.main import app
-from comfedl.config.schema import parse_config
+from comfedl.config.schema import parse_config, run_config
 from comfedl.core.accounting import Accountant
 from comfedl.core.privacy import NOT_COVERED
 from comfedl.utils.errors import ConfigError, RunFolderError
@@ -170,9 +170,8 @@ def test_over_sites_the_server_adds_the_noise_and_sites_learn_nothing_of_it(tmp_
     seeded = {**SETTINGS["privacy"], "noise_seed": 987654321}
     settings = {**SETTINGS, "rounds": 3, "privacy": seeded, "model": {"name": "logistic"}}
     fed = parse_config(settings).make_data()
-    embedded = cf.config.schema.run_config(parse_config(settings))  # type: ignore[attr-defined]
-    data = {"name": "sites", "task": {}}
-    del data["task"]
+    embedded = run_config(parse_config(settings))
+    data = {"name": "sites"}
     at_sites = {**settings, "engine": "flower", "data": data, "flower": {"outputs": 10}}
     grid = grid_of(fed, tmp_path / "states")
     served = serve(grid, parse_config(at_sites), tmp_path / "run")

@@ -31,12 +31,17 @@ class PrivacyPlan:
     noise_norm: float | None
     """The expected norm of the noise in a round's update."""
 
+    @property
+    def share(self) -> float:
+        """The share of the clients in a round."""
+        return self.participants / self.clients
+
     def sampling(self) -> str:
         """How clients are sampled, in words."""
         if self.participants >= self.clients:
             return f"all {self.clients:,} clients in every round"
         if self.privacy.sampling == "poisson":
-            return f"every one of {self.clients:,} clients with probability {self.participants / self.clients:.4g} (Poisson)"
+            return f"every one of {self.clients:,} clients with probability {self.share:.4g} (Poisson)"
         return f"{self.participants:,} of {self.clients:,} clients per round, without replacement"
 
 

@@ -29,10 +29,12 @@ def privacy(
             f"noise_multiplier = {plan.privacy.noise_multiplier:g} keeps epsilon at {epsilon:g} or less over "
             f"{plan.rounds:,} rounds."
         )
+    typer.echo(f"Noise multiplier {plan.privacy.noise_multiplier:g}, {plan.sampling()}:")
     print_table(show_privacy_plan(plan))
     if plan.noise_norm is not None:
         typer.echo(
-            f"The noise in a round's update of {plan.parameters:,} parameters has a norm of about {plan.noise_norm:.3g}; "
-            f"the update itself is at most {plan.privacy.clip:g}, the clip. More clients per round make the noise smaller."
+            f"The noise in a round's update of {plan.parameters:,} parameters has a norm of about "
+            f"{plan.noise_norm:.3g}; the update itself is at most {plan.privacy.clip:g}, the clip. More clients per "
+            "round make the noise smaller."
         )
     typer.echo(f"Covered: the global models of all rounds, per client. Not covered: {NOT_COVERED}.")

@@ -191,8 +191,8 @@ def show_summary(summary: Mapping[str, Any], title: str) -> Table:
 
 def show_privacy_plan(plan: PrivacyPlan) -> Table:
     """Epsilon by round."""
-    noise = f"noise multiplier {plan.privacy.noise_multiplier:g}"
-    table = _table(f"Epsilon at delta {plan.privacy.delta:g}: {noise}, {plan.sampling()}", "rounds", "epsilon")
+    table = _table("", "rounds", f"epsilon (delta {plan.privacy.delta:g})")
+    table.title = None
     for rounds, epsilon in plan.by_round.items():
         table.add_row(f"{rounds:,}", f"{epsilon:.4g}")
     return table

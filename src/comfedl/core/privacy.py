@@ -18,8 +18,8 @@ from comfedl.utils.errors import ConfigError
 SAMPLINGS = ("fixed", "poisson")
 ACCOUNTANTS = ("pld", "rdp")
 NOT_COVERED = (
-    "the metrics and losses in the records, who took part, checkpoints, personal models, how the data were prepared, and "
-    "the choice of hyper-parameters"
+    "the metrics and losses in the records, who took part, checkpoints, personal models, how the data were prepared, "
+    "and the choice of hyper-parameters"
 )
 """What no epsilon of a run is about; said beside each."""
 ABOUT_EPSILON = (
@@ -141,12 +141,10 @@ class Spent:
     def __str__(self) -> str:
         if self.epsilon is None:
             return "No differential privacy: noise_multiplier is 0."
-        known = (
-            " The noise follows from noise_seed, so this holds only for those who do not know it." * self.known_noise
-        )
+        known = "The noise follows from noise_seed, so this holds only for those who do not know it."
         return (
             f"Epsilon {self.epsilon:.3g} at delta {self.delta:g} per client, for the global models of "
-            f"{self.rounds} rounds. Not covered: {self.not_covered}.{known}"
+            f"{self.rounds} rounds. Not covered: {self.not_covered}." + (f" {known}" if self.known_noise else "")
         )
 
     def summary(self) -> dict[str, float | int | str | None]:

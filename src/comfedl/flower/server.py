@@ -35,7 +35,7 @@ def settings_at_sites(config: Config) -> dict[str, Any]:
 
 
 def sent_to_sites(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same without what only the server uses: [privacy], and what tells a site of the others, names and baselines."""
+    """The same without what only the server uses: [privacy], and the other sites' names and baselines."""
 
     def kept(key: str, value: Any) -> Any:
         if key == "flower":

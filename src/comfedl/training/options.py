@@ -76,7 +76,8 @@ class RunOptions:
             )
         if self.privacy is not None and not isinstance(self.privacy, DP):
             raise ConfigError(
-                f"privacy is {self.privacy!r}, but it must be None or like DP(clip=1.0, noise_multiplier=1.0, delta=1e-5)."
+                f"privacy is {self.privacy!r}, but it must be None or like "
+                "DP(clip=1.0, noise_multiplier=1.0, delta=1e-5)."
             )
         for name in ("rounds", "seed"):  # convert NumPy integers
             object.__setattr__(self, name, int(getattr(self, name)))
