@@ -18,8 +18,8 @@ from comfedl.utils.errors import ConfigError
 SAMPLINGS = ("fixed", "poisson")
 ACCOUNTANTS = ("pld", "rdp")
 NOT_COVERED = (
-    "the metrics and losses in the records, who took part, checkpoints, personal models, how the data were prepared, "
-    "and the choice of hyper-parameters"
+    "the records (metrics, losses, sample counts, who took part), checkpoints, personal models, how the data were "
+    "prepared, and the choice of hyper-parameters"
 )
 """What no epsilon of a run is about; said beside each."""
 ABOUT_EPSILON = (
