@@ -12,9 +12,8 @@ from scipy.stats import chi2, kstest
 from torch import Tensor, nn
 
 import comfedl as cf
-from comfedl.algorithms.comfedl import private_weights
 from comfedl.algorithms.context import Participation
-from comfedl.algorithms.private_release import PrivateRelease
+from comfedl.algorithms.private_release import PrivateRelease, private_weights
 from comfedl.core.secret_noise import SecretNoise, key_of_seed
 from comfedl.core.simplex import capped_weights
 from comfedl.utils.errors import ConfigError

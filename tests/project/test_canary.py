@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("dp_accounting", reason="dp-accounting is not installed: pip install 'comfedl[privacy]'")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is run from the root and is not installed
 
-from benchmarks import canary  # noqa: E402
+from benchmarks import canary
 
 
 def test_the_canary_is_found_without_noise_and_lost_with_it() -> None:

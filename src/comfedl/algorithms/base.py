@@ -241,24 +241,6 @@ class Algorithm(Aggregation, ABC):
             "comfedl-damaml with a cap."
         )
 
-    def check_sums(self, model: Model, sampled: bool) -> None:
-        """Raise if something else than a weighted sum of clipped updates leaves the round, whatever the weights."""
-        if self.defended:
-            raise ConfigError(
-                "privacy is given, but clip_update_norm, aggregate or defence is as well; privacy clips each update to "
-                "its own clip and needs the mean, so leave these out."
-            )
-        if model["buffers"]:
-            raise ConfigError(
-                f"privacy is given, but the model has buffers ({next(iter(model['buffers']))}), which travel as "
-                "BatchNorm's statistics do, and would not be private; use GroupNorm or LayerNorm."
-            )
-        if sampled and self.initial_client_state(model) is not None:
-            raise ConfigError(
-                "privacy is given and only some clients take part in a round, but clients keep a state from round to "
-                "round, so the effect of sampling on epsilon is not known; use keep_state = false, or all clients."
-            )
-
     def with_release(self, release: PrivateRelease | None) -> Self:
         """This method with the mechanism of a round."""
         if release is None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from comfedl.algorithms.aggregation import STRONG_CAP, clip_factors
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
 from comfedl.algorithms.context import Participation, RoundContext
-from comfedl.algorithms.private_release import PRIVACY, PrivateRelease
+from comfedl.algorithms.private_release import check_sums, private_weights
 from comfedl.core import client_vector
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.core.objectives import Adapt, Adapted, Composition, CompositionObjective, LocalLoss, Objective
@@ -162,7 +162,7 @@ class Compositional(Algorithm):
         return self.advance(state, replies, weights, shrink, bound), Participation(chosen, weights, duals)
 
     def check_privacy(self, model: Model, sampled: bool) -> Sums:
-        self.check_sums(model, sampled)
+        check_sums(self, model, sampled)
         if not isinstance(self.g, Coupled):
             return Sums()
         if not isinstance(self.g, KL) or self.g.cap is None or self.g.gamma is None:
@@ -423,22 +423,6 @@ def known_weights(outer: Coupled, losses: Tree) -> Tensor:
     weights = torch.zeros_like(values)
     weights[known] = outer.weights(values[known])
     return weights
-
-
-def private_weights(g: KL, state: State, losses: Tensor, release: PrivateRelease) -> tuple[State, Tensor, float]:
-    """Capped KL weights whose normaliser is public, the state with the next normaliser, and the largest weight.
-
-    ``capped_weights`` are ``min(exp((f_i - eta) / gamma), cap) / n``, with the eta at which they sum to 1. Here eta is
-    the one that earlier rounds have come to, so that a client's weight depends on no other's loss. The noisy sum of the
-    weights scales them, and moves eta to where their sum will be 1: gamma log(sum) further, at which it stays.
-    """
-    assert g.gamma is not None and g.cap is not None
-    kept = state[PRIVACY]
-    most = math.log(g.cap)
-    weights = torch.exp(((losses - kept["shift"]) / g.gamma).clamp(max=most)) / release.participants
-    total = min(g.cap, max(1 / g.cap, release.total(weights, g.cap / release.participants)))
-    state = {**state, PRIVACY: {**kept, "shift": kept["shift"] + g.gamma * math.log(total)}}
-    return state, weights / total, g.cap / release.participants / total
 
 
 def safe_step(method: Compositional, model: Model, replies: Replies, weights: Tensor) -> Callable[[Params], float]:

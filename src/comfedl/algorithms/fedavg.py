@@ -14,6 +14,7 @@ from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.algorithms.private_release import check_sums
 from comfedl.core.learner import Model
 from comfedl.core.privacy import Sums
 from comfedl.core.simplex import limited_weights
@@ -64,7 +65,7 @@ class FedAvg(Algorithm):
                 'privacy is given, but weighting is "samples": a client\'s number of samples is private as well, and '
                 'one client could have any share of the sum; use weighting = "uniform".'
             )
-        self.check_sums(model, sampled)
+        check_sums(self, model, sampled)
         return Sums()
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from comfedl.algorithms.aggregation import clip_factors, weighted_average
 from comfedl.core.learner import Model, Params
+from comfedl.core.outer_functions import KL
 from comfedl.core.privacy import DP
 from comfedl.core.protocol import Replies
 from comfedl.core.secret_noise import SecretNoise
@@ -26,7 +27,7 @@ from comfedl.utils.errors import ConfigError
 from comfedl.utils.tree import Tree
 
 if TYPE_CHECKING:
-    from comfedl.algorithms.base import State
+    from comfedl.algorithms.base import Algorithm, State
 
 PRIVACY = "privacy"  # the place of the clip and the normaliser in the server's state
 SLACK = 1e-4  # norms are measured in float32: updates are clipped to this much less
@@ -183,3 +184,41 @@ class PrivateRelease:
             return 0.0
         drawn = float(self._noise.normals(1, f"side/{purpose}", self._round)[0])
         return self.privacy.side_multiplier * bound * drawn
+
+
+def private_weights(g: KL, state: State, losses: Tensor, release: PrivateRelease) -> tuple[State, Tensor, float]:
+    """Capped KL weights whose normaliser is public, the state with the next normaliser, and the largest weight.
+
+    ``capped_weights`` are ``min(exp((f_i - eta) / gamma), cap) / n``, with the eta at which they sum to 1. Here eta is
+    the one that earlier rounds have come to, so that a client's weight depends on no other's loss. The noisy sum of the
+    weights scales them, and moves eta to where their sum will be 1: gamma log(sum) further, at which it stays.
+    """
+    assert g.gamma is not None and g.cap is not None
+    kept = state[PRIVACY]
+    most = math.log(g.cap)
+    weights = torch.exp(((losses - kept["shift"]) / g.gamma).clamp(max=most)) / release.participants
+    total = min(g.cap, max(1 / g.cap, release.total(weights, g.cap / release.participants)))
+    state = {**state, PRIVACY: {**kept, "shift": kept["shift"] + g.gamma * math.log(total)}}
+    return state, weights / total, g.cap / release.participants / total
+
+
+def check_sums(method: Algorithm, model: Model, sampled: bool) -> None:
+    """Raise if something else than a weighted sum of clipped updates leaves a round, whatever the weights.
+
+    ``sampled`` is whether only some of the clients take part in a round.
+    """
+    if method.defended:
+        raise ConfigError(
+            "privacy is given, but clip_update_norm, aggregate or defence is as well; privacy clips each update to its "
+            "own clip and needs the mean, so leave these out."
+        )
+    if model["buffers"]:
+        raise ConfigError(
+            f"privacy is given, but the model has buffers ({next(iter(model['buffers']))}), which travel like "
+            "BatchNorm's statistics and would not be private; use GroupNorm or LayerNorm."
+        )
+    if sampled and method.initial_client_state(model) is not None:
+        raise ConfigError(
+            "privacy is given and only some clients take part in a round, but clients keep a state from round to "
+            "round, so the effect of sampling on epsilon is not known; use keep_state = false, or all clients."
+        )
