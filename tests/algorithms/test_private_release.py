@@ -157,7 +157,7 @@ def test_a_client_s_loss_moves_its_own_weight_alone() -> None:
     """Before the noisy sum divides them all; so the sums are of parts that do not depend on each other."""
     mechanism, generator = release(cf.DP(1.0, 0.0, 1e-3), sides=1), torch.Generator().manual_seed(1)
     losses = torch.rand(CLIENTS, generator=generator, dtype=torch.float64)
-    for lie in (0.0, 0.5, 1e9):
+    for lie in (0.0, 0.5, 1e9, math.inf, -math.inf, math.nan):
         other = losses.clone()
         other[5] = lie
         found = []

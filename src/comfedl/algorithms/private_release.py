@@ -196,6 +196,7 @@ def private_weights(g: KL, state: State, losses: Tensor, release: PrivateRelease
     assert g.gamma is not None and g.cap is not None
     kept = state[PRIVACY]
     most = math.log(g.cap)
+    losses = losses.nan_to_num(nan=-math.inf, posinf=math.inf)  # a client whose loss is not a number has no weight
     weights = torch.exp(((losses - kept["shift"]) / g.gamma).clamp(max=most)) / release.participants
     total = min(g.cap, max(1 / g.cap, release.total(weights, g.cap / release.participants)))
     state = {**state, PRIVACY: {**kept, "shift": kept["shift"] + g.gamma * math.log(total)}}
