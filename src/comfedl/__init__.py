@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
         Power as Power,
         Tilt as Tilt,
     )
+    from comfedl.core.privacy import DP as DP
     from comfedl.data import load as load, partition as partition, transform as transform
     from comfedl.data.federated import FederatedData as FederatedData
     from comfedl.engines import faults as faults
@@ -70,6 +71,7 @@ _HOMES = {
     "ConfigError": "comfedl.utils.errors",
     "Custom": "comfedl.core.outer_functions",
     "DAMAML": "comfedl.algorithms.damaml",
+    "DP": "comfedl.core.privacy",
     "DRFA": "comfedl.algorithms.drfa",
     "DataError": "comfedl.utils.errors",
     "DeltaFL": "comfedl.algorithms.deltafl",

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from comfedl.algorithms.aggregation import DEFENCES, Aggregation
 from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.algorithms.private_release import PrivateRelease
 from comfedl.core import optim, schedule
 from comfedl.core.learner import Batch, Learner, Model, Params, Slope
 from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
 from comfedl.core.optim import SGD, Adagrad, Adam, AdamW, ClientOptimizer, Yogi
+from comfedl.core.privacy import Sums
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.core.robust_aggregation import RULES
 from comfedl.utils import checks, tree
@@ -155,6 +157,8 @@ class Algorithm(Aggregation, ABC):
     """Its objective, in one line."""
     sends: ClassVar[str]
     """What travels each way in a round, per participant; d is the number of parameters."""
+    release: ClassVar[PrivateRelease | None] = None
+    """Under differential privacy, the mechanism of the round; ``with_release`` gives a method one."""
     elementwise: ClassVar[bool] = True
     """Whether its client steps, apart from calls to the learner, are elementwise in parameters and losses.
 
@@ -226,14 +230,39 @@ class Algorithm(Aggregation, ABC):
         object.__setattr__(method, "lr", self.lr * schedule.factor(self.lr_schedule, number))
         return method
 
+    def check_privacy(self, model: Model, sampled: bool) -> Sums:
+        """What a round releases; raises if the epsilon of this method is not known.
+
+        ``sampled`` is whether only some of the clients take part in a round.
+        """
+        raise ConfigError(
+            f"privacy is given, but {self.name} sends or computes more than a weighted sum of updates, and its epsilon "
+            'is not known; use fedavg or fedprox (weighting = "uniform"), fedmaml, or comfedl, robust or '
+            "comfedl-damaml with a cap."
+        )
+
+    def with_release(self, release: PrivateRelease | None) -> Self:
+        """This method with the mechanism of a round."""
+        if release is None:
+            return self
+        method = copy.copy(self)
+        object.__setattr__(method, "release", release)
+        return method
+
     def advance(
-        self, state: State, replies: Replies, weights: Tensor, shrink: Callable[[Params], float] | None = None
+        self,
+        state: State,
+        replies: Replies,
+        weights: Tensor,
+        shrink: Callable[[Params], float] | None = None,
+        bound: float | None = None,
     ) -> State:
         """The state with the aggregated update applied to its model by the server's optimiser.
 
-        ``shrink`` gives the factor to scale the aggregated update by, from that update.
+        ``shrink`` gives the factor to scale the aggregated update by, from that update. ``bound`` is for differential
+        privacy: the largest weight that a client could have had (see ``PrivateRelease.averaged``).
         """
-        state = self._moved(state, replies, weights, shrink)
+        state = self._moved(state, replies, weights, shrink, bound)
         return state if self.server_average is None else {**state, AVERAGE: self._followed(state)}
 
     def _followed(self, state: State) -> Tree:
@@ -249,9 +278,18 @@ class Algorithm(Aggregation, ABC):
         return {"model": average, "rounds": rounds}
 
     def _moved(
-        self, state: State, replies: Replies, weights: Tensor, shrink: Callable[[Params], float] | None
+        self,
+        state: State,
+        replies: Replies,
+        weights: Tensor,
+        shrink: Callable[[Params], float] | None,
+        bound: float | None,
     ) -> State:
-        before, averaged = state["model"], self.averaged(state["model"], replies, weights)
+        before = state["model"]
+        if self.release is None:
+            averaged = self.averaged(before, replies, weights)
+        else:
+            state, averaged = self.release.averaged(state, replies, weights, bound)
         if self.server_optimizer is None and shrink is None:
             return {**state, "model": averaged}
         update = tree.map(torch.sub, averaged["params"], before["params"])

@@ -21,11 +21,13 @@ from torch import Tensor
 from comfedl.algorithms.aggregation import STRONG_CAP, clip_factors
 from comfedl.algorithms.base import Algorithm, State, adapt_draws
 from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.algorithms.private_release import check_sums, private_weights
 from comfedl.core import client_vector
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.core.objectives import Adapt, Adapted, Composition, CompositionObjective, LocalLoss, Objective
 from comfedl.core.offset import Excess, Shrinkage
 from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable, Tilt
+from comfedl.core.privacy import Sums
 from comfedl.core.protocol import NUMBER, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.models.losses import Squared
 from comfedl.utils import checks, tree
@@ -141,7 +143,10 @@ class Compositional(Algorithm):
         replies = context.ask(step, participants, {"model": model})
         chosen = list(replies.clients)
         if not isinstance(self.g, Coupled):
-            weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64)
+            if context.release is not None:
+                weights = context.release.equal_weights(len(chosen))
+            else:
+                weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64)
             return self.advance(state, replies, weights), Participation(chosen, weights)
         losses, table = replies.numbers("loss"), state["losses"]
         updates = self.measured_updates(replies, model["params"], state["previous"]) if "previous" in state else None
@@ -160,15 +165,46 @@ class Compositional(Algorithm):
             offsets: Tensor | None = self.shrinks.towards_mean(losses, replies.numbers(SQUARE), measured_on)
         else:
             offsets = self.offsets(state, chosen, context.engine.names, context.sizes)
-        weights, shrink = self.weigh(model, replies, losses if offsets is None else losses + offsets, updates)
-        weights, duals = self.limited(weights, chosen), None
+        shifted, shrink, bound, duals = losses if offsets is None else losses + offsets, None, None, None
+        if context.release is not None:
+            assert isinstance(self.g, KL)
+            state, weights, bound = private_weights(self.g, state, self.foreseen(shifted, updates), context.release)
+        else:
+            weights, shrink = self.weigh(model, replies, shifted, updates)
+            weights = self.limited(weights, chosen)
         if context.recorded and self.shrinks is None:  # else what is known of absent clients' losses is too little
             everyone = self.offsets(state, range(context.clients), context.engine.names, context.sizes)
             duals = known_weights(self.g, table if everyone is None else client_vector.to_tensor(table) + everyone)
         state = {**state, "losses": table}
         if updates is not None:
             state["previous"] = model["params"]
-        return self.advance(state, replies, weights, shrink), Participation(chosen, weights, duals)
+        return self.advance(state, replies, weights, shrink, bound), Participation(chosen, weights, duals)
+
+    def check_privacy(self, model: Model, sampled: bool) -> Sums:
+        check_sums(self, model, sampled)
+        if not isinstance(self.g, Coupled):
+            return Sums()
+        if not isinstance(self.g, KL) or self.g.cap is None or self.g.gamma is None:
+            raise ConfigError(
+                f"privacy is given, but with {self.g} one client could have any weight; use KL with gamma and cap, "
+                "such as cap = 4, the largest weight of a client as a multiple of uniform."
+            )
+        if self.shrinks is not None:
+            raise ConfigError(
+                "privacy is given, but the offset Shrinkage compares all clients' losses, which are not private; use "
+                "another offset, or none."
+            )
+        if self.safe or self.estimates is not None:
+            what = 'step = "safe" uses lengths of updates' if self.safe else "Excess without baseline asks for losses"
+            raise ConfigError(
+                f"privacy is given, but {what} that are not private; use "
+                + ('step = "plain".' if self.safe else "a baseline for every client, or another offset.")
+            )
+        return Sums(sides=1, most=self.g.cap)  # and the sum of the weights
+
+    def foreseen(self, losses: Tensor, updates: Updates | None) -> Tensor:
+        """The losses that weights under privacy follow; of each client by its own reply alone."""
+        return losses
 
     def measured_updates(self, replies: Replies, params: Params, previous: Params) -> Updates:
         """What the server can tell of the clients' losses, from updates that are clipped like those it averages."""

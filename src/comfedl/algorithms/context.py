@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from comfedl.algorithms.private_release import NoReplies, PrivateRelease
 from comfedl.core import dual_weights
 from comfedl.core.protocol import Engine, Replies, Step
 from comfedl.core.reply_validation import ReplyValidator
@@ -53,6 +54,8 @@ class RoundContext:
     steps: Mapping[str, Step] = field(default_factory=dict)
     recorded: bool = True
     """Whether the round is evaluated; if not, values for the records alone need not be computed."""
+    release: PrivateRelease | None = None
+    """Under differential privacy, what may leave the round."""
 
     @property
     def clients(self) -> int:
@@ -71,6 +74,9 @@ class RoundContext:
     def sample(self, purpose: str = "clients") -> list[int]:
         """Draw the round's clients uniformly without replacement, except excluded ones."""
         excluded = self._excluded()
+        if self.release is not None and self.release.draws_sample():
+            # Excluded clients are drawn and count as absent: the chance of the others must not depend on them.
+            return [client for client in self.release.sample() if client not in excluded]
         allowed = self.clients - len(excluded)
         if self.validator is not None:
             self.validator.check_quorum(self.number, allowed, self.participants)
@@ -106,6 +112,8 @@ class RoundContext:
 
         ``others`` are participants who need not be asked: in the quorum they count as asked and usable.
         """
+        if not clients and self.release is not None:
+            return NoReplies()
         replies = self.engine.run(step, clients, message, self.number)
         self.traffic.count(message, clients, replies)
         if self.validator is None:

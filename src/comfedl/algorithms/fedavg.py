@@ -14,8 +14,12 @@ from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.algorithms.private_release import check_sums
+from comfedl.core.learner import Model
+from comfedl.core.privacy import Sums
 from comfedl.core.simplex import limited_weights
 from comfedl.utils import checks
+from comfedl.utils.errors import ConfigError
 
 WEIGHTINGS = ("samples", "uniform")
 
@@ -49,8 +53,20 @@ class FedAvg(Algorithm):
 
     def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
         replies = context.ask("train", context.sample(), {"model": state["model"]})
-        weights = self._weights(torch.from_numpy(context.sizes[replies.clients]))
+        if context.release is not None:
+            weights = context.release.equal_weights(len(replies.clients))
+        else:
+            weights = self._weights(torch.from_numpy(context.sizes[replies.clients]))
         return self.advance(state, replies, weights), Participation(replies.clients, weights)
+
+    def check_privacy(self, model: Model, sampled: bool) -> Sums:
+        if self.weighting != "uniform":
+            raise ConfigError(
+                'privacy is given, but weighting is "samples": a client\'s number of samples is private as well, and '
+                'one client could have any share of the sum; use weighting = "uniform".'
+            )
+        check_sums(self, model, sampled)
+        return Sums()
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return (self._weights(sizes) * values).sum()

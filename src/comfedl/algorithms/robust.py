@@ -69,12 +69,20 @@ class Robust(Compositional):
     def looks_back(self) -> bool:
         return True
 
+    def foreseen(self, losses: Tensor, updates: Updates | None) -> Tensor:
+        # The look-ahead in ``weigh`` joins the clients' updates before there is any noise; momentum's part does not.
+        assert updates is not None
+        return losses + self._momentum * updates.change
+
+    @property
+    def _momentum(self) -> float:
+        return self.server_optimizer.momentum if isinstance(self.server_optimizer, SGD) else 0.0
+
     def weigh(
         self, model: Model, replies: Replies, losses: Tensor, updates: Updates | None
     ) -> tuple[Tensor, Callable[[Params], float] | None]:
         assert updates is not None and isinstance(self.g, Coupled)
-        g, momentum = self.g, self.server_optimizer.momentum if isinstance(self.server_optimizer, SGD) else 0.0
-        coming = (losses + momentum * updates.change).numpy()  # the losses after the momentum's part of the step
+        g, coming = self.g, self.foreseen(losses, updates).numpy()  # the losses after the momentum's part of the step
         gram = None if updates.gram is None else updates.gram.numpy()
         # Updates so long that their squares overflow predict nothing.
         if not math.isfinite(float(coming.sum()) + (0.0 if gram is None else float(gram.sum()))):

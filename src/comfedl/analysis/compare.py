@@ -15,10 +15,11 @@ from comfedl.analysis.read_runs import read_run
 from comfedl.analysis.stats import difference, standard_error
 from comfedl.config.schema import Config, run_config
 from comfedl.core.client_statistics import Row, smaller_is_better
+from comfedl.core.privacy import ABOUT_EPSILON, spent_text
 from comfedl.training.callbacks import Callback
 from comfedl.training.client_table import MOST_IN_TABLE, ClientTable
 from comfedl.training.progress import Progress
-from comfedl.training.run_folder import check_free, finished_row
+from comfedl.training.run_folder import check_free, finished_row, with_all_spent
 from comfedl.utils import checks
 from comfedl.utils.csv_cells import without_formulas
 from comfedl.utils.errors import ConfigError, Diverged
@@ -72,8 +73,14 @@ class Comparison:
         return out
 
     def notes(self) -> list[str]:
-        """Which clients cannot be judged, and how sure it is who is worst, in sentences."""
-        return [*unjudged_in(self.tables), *about_worst_of(self.tables, self.split, self.metric)]
+        """Which clients cannot be judged, how sure it is who is worst, and what epsilon covers, in sentences."""
+        about = [*unjudged_in(self.tables), *about_worst_of(self.tables, self.split, self.metric)]
+        return about + ([ABOUT_EPSILON] if self.spent() else [])
+
+    def spent(self) -> dict[str, str]:
+        """Epsilon and delta of one run of each private method, as text."""
+        first = {name: rows[0] for name, rows in self.rows.items()}
+        return {name: spent_text(row) for name, row in first.items() if "epsilon" in row}
 
     def to_csv(self) -> str:
         """One row per method and seed, with all values of the last round."""
@@ -152,7 +159,7 @@ def run_comparison(
             except Diverged as error:
                 error.advice = f"This is {name} with seed {seeded.seed}. {error.advice}"
                 raise
-            rows[name].append(result.row)
+            rows[name].append(with_all_spent(result.row, result.rounds))
             tables[name] += [client_table(read_run(folder), split)] if few else []
     comparison = Comparison(rows, split, tables)
     write_atomic(out / "comparison.csv", comparison.to_csv().encode())

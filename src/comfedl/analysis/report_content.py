@@ -224,6 +224,7 @@ def table(methods: Sequence[Method], choice: MetricChoice) -> dict[str, Any]:
         {method.name: method.final_values("effective_clients") for method in methods},
         {method.name: _traffic(method) for method in methods},
         {m.name: {run.seed: run.seconds for run in m.runs if run.seconds is not None} for m in methods},
+        {method.name: _epsilon(method) for method in methods},
     ]
     columns += [_column({(name, ""): found for name, found in cost.items()}, None) for cost in costs]
     rows: list[dict[str, Any]] = []
@@ -231,13 +232,19 @@ def table(methods: Sequence[Method], choice: MetricChoice) -> dict[str, Any]:
         cells = [column.get((method.name, prefix)) for column in columns]
         if any(cell is not None and cell["value"] is not None for cell in cells):
             rows.append({"name": method.name, "personal": bool(prefix), "seeds": len(method.runs), "cells": cells})
-    heads = [*STATISTICS, "effective clients", "traffic, MB", "time, s"]
+    heads = [*STATISTICS, "effective clients", "traffic, MB", "time, s", "epsilon"]
     used = [i for i in range(len(heads)) if any((row["cells"][i] or {}).get("value") is not None for row in rows)]
     return {
         "about": f"{choice.base_metric} on {choice.split} data",
         "columns": [heads[i] for i in used],
         "rows": [{**row, "cells": [row["cells"][i] for i in used]} for row in rows],
     }
+
+
+def _epsilon(method: Method) -> dict[int, float]:
+    """The epsilon of all rounds of each run, whichever of them the model is of."""
+    last = {run.seed: run.rounds[-1].get("epsilon") for run in method.runs if run.rounds}
+    return {seed: value for seed, value in last.items() if isinstance(value, int | float)}
 
 
 def _traffic(method: Method) -> dict[int, float]:

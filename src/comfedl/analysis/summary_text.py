@@ -7,6 +7,7 @@ from statistics import fmean
 
 from comfedl.analysis.read_runs import Method
 from comfedl.analysis.stats import Difference, MetricChoice, difference
+from comfedl.core.privacy import ABOUT_EPSILON, spent_text
 from comfedl.utils.toml import flat
 
 MAX_SENTENCES = 6  # the table shows all methods
@@ -98,6 +99,10 @@ def cautions(methods: Sequence[Method]) -> list[str]:
     sampled = {count for method in methods for run in method.runs if (count := run.final_value("eval_clients"))}
     if sampled:
         out.append(f"Only a sample of {', '.join(f'{count:g}' for count in sorted(sampled))} clients was evaluated.")
+    last = {method.name: row for method in methods for run in method.runs for row in run.rounds[-1:]}
+    spent = [f"{name}: epsilon {spent_text(row)}" for name, row in last.items() if "epsilon" in row]
+    if spent:
+        out += [f"{'; '.join(spent)}.", ABOUT_EPSILON]
     return out
 
 

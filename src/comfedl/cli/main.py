@@ -21,6 +21,7 @@ from comfedl.cli.advise import advise
 from comfedl.cli.catalog import list_
 from comfedl.cli.inference import evaluate, personalise, predict
 from comfedl.cli.init import init
+from comfedl.cli.privacy import privacy
 from comfedl.cli.report import report
 from comfedl.cli.reproduce import reproduce
 from comfedl.cli.run import compare, demo, run
@@ -42,7 +43,7 @@ app = typer.Typer(
 app.add_typer(datasets.app, name="data")
 app.add_typer(flower.app, name="flower")
 commands: list[Callable[..., None]] = [demo, run, compare, tune, reproduce, list_, init, advise]
-commands += [predict, evaluate, personalise, report, watch]
+commands += [predict, evaluate, personalise, report, watch, privacy]
 for command in commands:
     app.command(command.__name__.rstrip("_"))(command)
 

@@ -17,10 +17,12 @@ from comfedl.algorithms.base import Algorithm
 from comfedl.analysis.compare import Cell, Comparison
 from comfedl.analysis.evaluate import ClientScores
 from comfedl.analysis.personalize import Personalized
+from comfedl.analysis.privacy_plan import PrivacyPlan
 from comfedl.analysis.robust_advice import Advice
 from comfedl.core.client_statistics import Row
 from comfedl.core.optim import CLIENT_OPTIMIZERS, OPTIMIZERS, SERVER_OPTIMIZERS
 from comfedl.core.outer_functions import OUTERS
+from comfedl.core.privacy import spent_text
 from comfedl.core.schedule import SCHEDULES
 from comfedl.data.federated import FederatedData
 from comfedl.data.partition import PARTITIONS
@@ -181,6 +183,18 @@ def show_summary(summary: Mapping[str, Any], title: str) -> Table:
             cells = (_format(values[name]) for name in ("mean", "worst", "worst10", "std"))
             table.add_row(f"{split} {metric.replace('_', ' ')}", *cells)
     table.add_row("objective", _format(summary["objective"]))
+    privacy = summary.get("privacy")
+    if privacy is not None and privacy["epsilon"] is not None:
+        table.add_row("epsilon", spent_text(privacy))
+    return table
+
+
+def show_privacy_plan(plan: PrivacyPlan) -> Table:
+    """Epsilon by round."""
+    table = _table("", "rounds", f"epsilon (delta {plan.privacy.delta:g})")
+    table.title = None
+    for rounds, epsilon in plan.by_round.items():
+        table.add_row(f"{rounds:,}", f"{epsilon:.4g}")
     return table
 
 
@@ -204,10 +218,12 @@ def show_comparison(comparison: Comparison) -> tuple[Table, str]:
     columns = comparison.columns()
     seeds = len(next(iter(comparison.rows.values())))
     title = f"{comparison.split} {comparison.metric} over {seeds} seed{'s' if seeds > 1 else ''}"
-    table = _table(title, "method", *columns)
+    spent = comparison.spent()
+    table = _table(title, "method", *columns, *(["epsilon of a run"] if spent else []))
     for method in comparison.rows:
         cells = [column.get(method) for column in columns.values()]
-        table.add_row(escape(method), *("-" if cell is None else _cell(cell) for cell in cells))
+        private = [spent.get(method, "-")] if spent else []
+        table.add_row(escape(method), *("-" if cell is None else _cell(cell) for cell in cells), *private)
     return table, _noise_note(columns, seeds)
 
 

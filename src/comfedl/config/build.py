@@ -212,6 +212,7 @@ TABLE_OF_KEY = {
     },
     "algorithm.client_optimizer": {"momentum", "nesterov", "weight_decay", "keep_state"},
     "algorithm.outer": {"gamma", "cap", "effective_clients", "on", "offset", "level", "rho", "q"},
+    "privacy": {"clip", "noise_multiplier", "delta", "sampling"},
     "data": {"partition", "by", "clients", "alpha", "rho", "path", "client", "target"},
 }
 

@@ -14,6 +14,7 @@ from comfedl.algorithms import ALGORITHMS
 from comfedl.algorithms.base import Algorithm
 from comfedl.config import build
 from comfedl.config.data_schema import SITES, DataTable, NamedTable, SitesTable
+from comfedl.core.privacy import DP
 from comfedl.data.federated import FederatedData
 from comfedl.data.site_columns import TableSpec
 from comfedl.data.tabular import Encoding
@@ -27,7 +28,7 @@ from comfedl.models.losses import LOSSES, MODEL_LOSS, OWN_LOSSES, TASKS, Loss, L
 from comfedl.models.metrics import BINARY, CLASSIFICATION, REGRESSION, requested_metrics
 from comfedl.training.callbacks import Callback
 from comfedl.training.fit import fit
-from comfedl.training.options import RECORDED, SAVES, RunOptions
+from comfedl.training.options import RECORDED, SAVES, RunOptions, described
 from comfedl.training.result import Result
 from comfedl.training.stopping import EarlyStopping
 from comfedl.utils import checks
@@ -126,6 +127,7 @@ class Config(BaseModel):
     algorithm: NamedTable
     stop: StopTable | None = None
     faults: list[NamedTable] | None = None
+    privacy: dict[str, Any] | None = None
     transform: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     tune: dict[str, Any] | None = None
     """The search space of ``comfedl tune``; ignored by a run."""
@@ -215,7 +217,12 @@ class Config(BaseModel):
         )
 
     def _asked(self) -> dict[str, Any]:
-        return {"metrics": tuple(self.make_metrics() or ()), "faults": self.make_faults()}
+        asked = {"metrics": tuple(self.make_metrics() or ()), "faults": self.make_faults()}
+        return {**asked, "privacy": self.make_privacy()}
+
+    def make_privacy(self) -> DP | None:
+        """The differential privacy that is asked for."""
+        return None if self.privacy is None else build.from_table(DP, self.privacy, "privacy")
 
     def make_faults(self) -> tuple[Fault, ...]:
         """The faults to simulate."""
@@ -313,6 +320,7 @@ class Config(BaseModel):
             **({} if self.stop is None else {"stop": self.stop.model_dump()}),
             **({} if not self.faults else {"faults": [describe(fault) for fault in self.make_faults()]}),
             **({} if self.transform is None else {"transform": self._described_transform()}),
+            **({} if self.privacy is None else {"privacy": described(self.make_privacy())}),
             "data": self.data.resolved(),
             "model": {"name": self.model.name, **model, **self.model.arguments},
             "algorithm": {"name": self.algorithm.name, **algorithm, **references},
@@ -412,6 +420,7 @@ def run_config(
         metrics=config.make_metrics(),
         faults=config.make_faults(),
         transform=config.make_transform(),
+        privacy=config.make_privacy(),
     )
 
 

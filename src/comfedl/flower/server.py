@@ -40,7 +40,7 @@ def settings_at_sites(config: Config) -> dict[str, Any]:
 
 
 def sent_to_sites(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same without what tells a site of the others, which only the server uses: their names and baselines."""
+    """The same without what only the server uses: [privacy], and the other sites' names and baselines."""
 
     def kept(key: str, value: Any) -> Any:
         if key == "flower":
@@ -49,7 +49,7 @@ def sent_to_sites(settings: Mapping[str, Any]) -> dict[str, Any]:
             return value
         return {name: kept(name, part) for name, part in value.items() if (key, name) != ("offset", "baseline")}
 
-    return {key: kept(key, value) for key, value in settings.items()}
+    return {key: kept(key, value) for key, value in settings.items() if key != "privacy"}
 
 
 class Attendance(Callback):

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Traffic
+from comfedl.algorithms.private_release import PRIVACY
 from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
+from comfedl.core.privacy import DP
 from comfedl.core.protocol import Engine
 from comfedl.core.reply_validation import ReplyValidator
 from comfedl.data.federated import FederatedData
@@ -24,7 +26,7 @@ from comfedl.data.tabular import Encoding
 from comfedl.data.transform import TransformFunction, check_transform, describe_transform
 from comfedl.engines import make_engine
 from comfedl.engines.faults import Fault, Faulty, check_faults, poisoned
-from comfedl.models.losses import LossFunction
+from comfedl.models.losses import LossFunction, is_balanced
 from comfedl.models.metrics import describe_metrics
 from comfedl.training import personal_models
 from comfedl.training.arguments import RequestedMetrics, add_metrics, check_fit, check_kinds, make_learner
@@ -35,6 +37,7 @@ from comfedl.training.client_scorer import ClientScorer
 from comfedl.training.evaluation_gap import evaluation_gap
 from comfedl.training.loop import Loop
 from comfedl.training.options import AUTO, RunOptions
+from comfedl.training.private_run import make_release, spent
 from comfedl.training.result import Result
 from comfedl.training.run_folder import RunFolder
 from comfedl.training.stopping import BEST, EarlyStopping
@@ -73,6 +76,7 @@ def fit(
     outer_share: float = 0.2,
     faults: Sequence[Fault] = (),
     transform: TransformFunction | Sequence[TransformFunction] | None = None,
+    privacy: DP | None = None,
 ) -> Result:
     """Train a model over the clients' data.
 
@@ -114,6 +118,7 @@ def fit(
             or dict), and draws from the generator, so that a resume is exact. It never gets what clients are evaluated
             on, nor whole data that weights are computed from.
         engine_options: options of the engine, such as ``{"vectorize": "serial"}`` (see ``Embedded``).
+        privacy: differential privacy of the clients, such as ``DP(clip=1.0, noise_multiplier=1.0, delta=1e-5)``.
 
     Raises:
         ConfigError: if a setting is invalid.
@@ -141,9 +146,14 @@ def fit(
         metrics=tuple(metrics or ()),
         outer_share=outer_share,
         faults=check_faults(faults),
+        privacy=privacy,
     )
     check_kinds(algorithm, fed)
     options.check_clients(len(fed))
+    if privacy is not None and not privacy.is_plain and is_balanced(loss):
+        raise ConfigError(
+            'privacy is given, but loss has "balanced" weights, which count the labels of all clients; give numbers.'
+        )
     given = fed
     if algorithm.weighs_on_outer and fed.outer is None:
         fed = set_aside(fed, options.outer_share, options.seed)
@@ -245,6 +255,10 @@ def fit_on(
         algorithm.check_names(clients.names)
         algorithm.check_rounds(options.rounds)
         state, first_round = algorithm.initial_state(initial, count), 1
+        if options.privacy is not None and not options.privacy.is_plain:
+            made = make_release(options.privacy, algorithm, initial, clients, loop.participants, folder)
+            loop.release, loop.accountant = made
+            state[PRIVACY] = loop.release.initial()
         if options.stop is not None:
             state[BEST] = options.stop.initial(initial)
         loaded = clients.broadcast(partial(_load, folder, options.resume, state, device, clients.names))
@@ -291,6 +305,7 @@ def fit_on(
             samples=samples,
             scorer=scorer,
             counts_samples=counts_samples,
+            privacy=None if loop.accountant is None else spent(loop.accountant, loop.done, options.stop is not None),
         )
         for callback in callbacks:
             callback.finished(result)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext, Traffic
+from comfedl.algorithms.private_release import PrivateRelease
 from comfedl.core import client_statistics
+from comfedl.core.accounting import Accountant
 from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
 from comfedl.core.protocol import Engine, Replies
@@ -53,6 +55,8 @@ class Loop:
         self.done = 0  # the last completed round
         self.begun = time.perf_counter()  # when the run would have begun if it had never stopped
         self.turnover = Turnover()
+        self.release: PrivateRelease | None = None  # under differential privacy
+        self.accountant: Accountant | None = None
         self.best: dict[str, Tree] | None = None  # of early stopping
         self._regular_best: dict[str, Tree] | None = None  # without a round that is evaluated only as the last
         self.stopped: str | None = None
@@ -73,9 +77,11 @@ class Loop:
             self.validator,
             self.steps,
             evaluated,
+            None if self.release is None else self.release.at_round(number),
         )
         try:
-            after, participation = self.algorithm.at_round(number).round(state, context)
+            method = self.algorithm.at_round(number).with_release(context.release)
+            after, participation = method.round(state, context)
             self.algorithm.check_state(state, after)
         except (QuorumError, Diverged):
             self.complete_round()  # the previous round succeeded, and the run can resume from it
@@ -167,6 +173,7 @@ class Loop:
             "participants": len(weights),
             **sent,
             **self._extra,
+            **self._spent(number),
         }
         for name in self.options.metrics:
             if not any(client_statistics.base(key.rpartition(".")[0]) == name for key in row):
@@ -179,6 +186,13 @@ class Loop:
         self.client_rows.add(found)
         for callback in self.callbacks:
             callback.evaluated(row, few_as_list(found))
+
+    def _spent(self, number: int) -> Row:
+        """Epsilon and delta after this round, if there is a guarantee."""
+        epsilon = None if self.accountant is None else self.accountant.epsilon(number)
+        if self.accountant is None or epsilon is None:
+            return {}
+        return {"epsilon": epsilon, "delta": self.accountant.privacy.delta}
 
     def personal_models(self, number: int, model: Model, frozen: Params) -> Callable[[Sequence[int]], Iterator[Model]]:
         """A function that returns clients' personal models after this round."""

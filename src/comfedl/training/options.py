@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from comfedl.algorithms.base import Algorithm
+from comfedl.core.privacy import DP
 from comfedl.engines import AT_SITES, ENGINES
 from comfedl.engines.faults import Fault
 from comfedl.training.callbacks import Callback
@@ -47,6 +48,7 @@ class RunOptions:
     stop: EarlyStopping | None = None
     metrics: Sequence[str] = ()  # the names of those that were asked for
     faults: tuple[Fault, ...] = ()
+    privacy: DP | None = None
     gap: int = 1  # the rounds between evaluations if eval_every is "auto"; see ``evaluation_gap``
 
     def __post_init__(self) -> None:
@@ -71,6 +73,11 @@ class RunOptions:
             raise ConfigError(
                 f"stop is {self.stop!r}, but it must be None or an EarlyStopping, such as "
                 'EarlyStopping("validation.accuracy.worst", patience=20).'
+            )
+        if self.privacy is not None and not isinstance(self.privacy, DP):
+            raise ConfigError(
+                f"privacy is {self.privacy!r}, but it must be None or like "
+                "DP(clip=1.0, noise_multiplier=1.0, delta=1e-5)."
             )
         for name in ("rounds", "seed"):  # convert NumPy integers
             object.__setattr__(self, name, int(getattr(self, name)))
@@ -103,10 +110,15 @@ class RunOptions:
         found = {name: getattr(self, name) for name in RECORDED}
         stop = None if self.stop is None else dict(vars(self.stop))
         found |= {"stop": stop} | {name: None if getattr(self, name) else False for name in SAVES}
-        found |= {"faults": [describe(fault) for fault in self.faults] or None}
+        found |= {"faults": [describe(fault) for fault in self.faults] or None, "privacy": described(self.privacy)}
         return found | ({} if algorithm.weighs_on_outer else {"outer_share": None})
 
 
-NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop", "metrics", "faults", "gap")
+def described(privacy: DP | None) -> dict[str, Any] | None:
+    """The table [privacy] of a config."""
+    return None if privacy is None else {key: value for key, value in describe(privacy).items() if key != "name"}
+
+
+NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop", "metrics", "faults", "privacy", "gap")
 RECORDED = tuple(field.name for field in fields(RunOptions) if field.name not in NOT_RECORDED)
 """The options that a config may set."""

@@ -17,6 +17,7 @@ from torch import nn
 from comfedl.core import client_statistics
 from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
+from comfedl.core.privacy import Spent
 from comfedl.data.client_names import find
 from comfedl.models.functional import with_tensors
 from comfedl.training.client_scorer import MOST_DRAWN, MOST_SCORED, ClientScorer
@@ -48,6 +49,7 @@ class Result:
         last: the model after the last round, if it is another one.
         samples: split -> the number of samples of every client, as far as the engine knows it.
         counts_samples: whether an accuracy is a share of a client's samples, as far as that is known.
+        privacy: what the run has used of its privacy: epsilon and delta after all its rounds; None without privacy.
 
     It can be pickled, without what only this process has: personal models, and the data behind some intervals.
     """
@@ -68,6 +70,7 @@ class Result:
     samples: Mapping[str, NDArray[np.int64]] = field(default_factory=dict, repr=False, compare=False)
     scorer: ClientScorer | None = field(default=None, repr=False, compare=False)
     counts_samples: bool = field(default=True, repr=False, compare=False)
+    privacy: Spent | None = None
     bounds: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def clients_table(self, split: str | None = None, *, with_own: bool = True) -> ClientTable:
@@ -126,7 +129,10 @@ class Result:
         return [name for name in self.splits if name != "train"] or self.splits
 
     def notes(self) -> list[str]:
-        """Sentences for the user: which clients cannot be judged, and how sure it is who is worst."""
+        """Sentences for the user: which clients cannot be judged, how sure it is who is worst, and the privacy."""
+        return [*self._about_clients(), *([] if self.privacy is None else [str(self.privacy)])]
+
+    def _about_clients(self) -> list[str]:
         start, stop = self._last_rows()
         if stop - start > MOST_SCORED:  # rows of all would take long, and much memory
             said = []
@@ -171,6 +177,8 @@ class Result:
             mean, worst = number(float(row[f"{key}.mean"] or 0)), number(float(row[f"{key}.worst"] or 0))
             about.append(f"{split} {measure.replace('_', ' ')} {mean} for the average client, {worst} for the worst")
         size = sum(part.numel() for part in self.params.values())
+        if self.privacy is not None and self.privacy.epsilon is not None:
+            about.append(f"epsilon {self.privacy.epsilon:.3g} at delta {self.privacy.delta:g}")
         about += [f"{len(self.names):,} clients", f"{size:,} parameters", f"{self.seconds:.1f} s"]
         return f"<Result: {'; '.join(about)}>"
 
@@ -237,6 +245,7 @@ class Result:
             "objective": last["objective"],
             "effective_clients": last["effective_clients"],
             **({"eval_clients": last["eval_clients"]} if "eval_clients" in last else {}),
+            **({} if self.privacy is None else {"privacy": self.privacy.summary()}),
             "traffic": self.traffic,
             "seconds": round(self.seconds, 3),
         }

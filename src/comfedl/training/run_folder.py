@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
+from comfedl.core.secret_noise import KEY_BYTES
 from comfedl.data.tabular import Encoding
 from comfedl.training import checkpoint
 from comfedl.training.callbacks import Callback
@@ -41,7 +42,7 @@ from comfedl.training.personal_models import model_bytes, write_personal
 from comfedl.training.result import Result
 from comfedl.utils import torchrun
 from comfedl.utils.errors import ConfigError, DataError, Diverged, RunFolderError
-from comfedl.utils.files import remove_partial_files, write_atomic
+from comfedl.utils.files import remove_partial_files, sync, write_atomic
 from comfedl.utils.lock import is_locked, release_lock, still_locked, take_lock
 from comfedl.utils.read_back import read_object, read_rows, read_text, unreadable
 from comfedl.utils.signals import install_handlers, restore_handlers
@@ -50,11 +51,12 @@ from comfedl.utils.tree import Tree
 
 TABLE = "clients_table.jsonl"
 DIGEST = "data.sha256"
+PRIVATE, NOISE_KEY = "private", "noise.key"  # what must not be published: with the key, the noise can be removed
 LAST_MODEL = "last.safetensors"  # the model after the last round, if early stopping chose another
 # The files of a run. A folder with any of them is not free, since they would be replaced.
 FILES = (
     *("config.toml", "data.json", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", LAST_MODEL),
-    *("personal", "checkpoint", TABLE, DIGEST),
+    *("personal", "checkpoint", TABLE, DIGEST, PRIVATE),
     *("tensorboard", "mlflow.json"),  # of trackers
     *("sites.json", "sites.jsonl"),  # of runs over sites
     torchrun.LAUNCH_FILE,
@@ -183,6 +185,8 @@ class RunFolder(Callback):
         self.samples: Mapping[str, NDArray[np.int64]] = {}
         """split -> the number of samples of every client."""
         self.counts_samples = True
+        self.noise_key: bytes | None = None
+        """The key of a private run's noise, if it has one to keep."""
         self._stop: int | None = None
         self._handlers: dict[int, Any] = {}
 
@@ -226,6 +230,34 @@ class RunFolder(Callback):
             self._saved_round = saved.snapshot.round
         return (None if saved is None else saved.snapshot), rows, client_rows
 
+    def read_noise_key(self) -> bytes | None:
+        """The key of the noise of the run to resume; None for a new run."""
+        path = self.path / PRIVATE / NOISE_KEY
+        if not self._resumed:
+            return None
+        try:
+            key = bytes.fromhex(path.read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            key = b""
+        if len(key) != KEY_BYTES:
+            raise RunFolderError(
+                f"{path}, the key of this run's noise, cannot be read; without it the run cannot be resumed: put the "
+                "file back, or start over with --force."
+            )
+        return key
+
+    def _write_noise_key(self) -> None:
+        if self.noise_key is None:
+            return
+        folder = self.path / PRIVATE
+        folder.mkdir(mode=0o700, exist_ok=True)
+        part = folder / f".{NOISE_KEY}.part"
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(self.noise_key.hex())
+            sync(file)
+        os.replace(part, folder / NOISE_KEY)
+
     def _encoding_differs(self) -> str:
         """A sentence if the table is encoded in another way than the run's was; else nothing."""
         file = self.path / "data.json"
@@ -250,6 +282,8 @@ class RunFolder(Callback):
                 self._set_aside()
             # The config first: a folder without one holds no file of a run.
             write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
+            if not self._resumed:
+                self._write_noise_key()
             if self._encoding is not None:
                 write_atomic(self.path / "data.json", _described(self._encoding).encode())
             if self._digest is not None:
@@ -501,7 +535,12 @@ def finished_row(path: Path, settings: Mapping[str, Any], digest: str) -> Row | 
     rows, chosen = list(read_rows(path / "rounds.jsonl")), read_object(path / "summary.json").get("round")
     if not rows:
         raise RunFolderError(f"{path / 'rounds.jsonl'} has no rows, but the run has finished; give another --out.")
-    return next((row for row in rows if row["round"] == chosen), rows[-1])
+    return with_all_spent(next((row for row in rows if row["round"] == chosen), rows[-1]), rows)
+
+
+def with_all_spent(row: Row, rows: Sequence[Row]) -> Row:
+    """A row with the epsilon of all rounds: those after the model's round have used the clients' data, too."""
+    return {**row, "epsilon": rows[-1]["epsilon"]} if "epsilon" in rows[-1] else row
 
 
 def _described(encoding: Encoding) -> str:
