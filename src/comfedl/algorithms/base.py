@@ -26,6 +26,7 @@ from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
 from comfedl.core.optim import SGD, Adagrad, Adam, AdamW, ClientOptimizer, Yogi
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.core.robust_aggregation import RULES
+from comfedl.core.sums import SiteWeight
 from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.tree import Tree
@@ -37,6 +38,7 @@ PLAIN = SGD()
 # The optimisers' places in the server's and in a client's state.
 SERVER_OPTIMIZER, OPTIMIZER = "server optimizer", "optimizer"
 AVERAGE = "server average"  # the place of the average of the server's models
+SUMMABLE = ("fedavg", "fedprox", "ditto", "fedmaml", "term", "robust", "comfedl-damaml", "comfedl with KL(gamma)")
 
 
 class Descent(NamedTuple):
@@ -233,7 +235,11 @@ class Algorithm(Aggregation, ABC):
 
         ``shrink`` gives the factor to scale the aggregated update by, from that update.
         """
-        state = self._moved(state, replies, weights, shrink)
+        return self.advance_to(state, self.averaged(state["model"], replies, weights), shrink)
+
+    def advance_to(self, state: State, averaged: Model, shrink: Callable[[Params], float] | None = None) -> State:
+        """The same, where the clients' models are aggregated already."""
+        state = self._moved(state, averaged, shrink)
         return state if self.server_average is None else {**state, AVERAGE: self._followed(state)}
 
     def _followed(self, state: State) -> Tree:
@@ -248,10 +254,8 @@ class Algorithm(Aggregation, ABC):
         )
         return {"model": average, "rounds": rounds}
 
-    def _moved(
-        self, state: State, replies: Replies, weights: Tensor, shrink: Callable[[Params], float] | None
-    ) -> State:
-        before, averaged = state["model"], self.averaged(state["model"], replies, weights)
+    def _moved(self, state: State, averaged: Model, shrink: Callable[[Params], float] | None) -> State:
+        before = state["model"]
         if self.server_optimizer is None and shrink is None:
             return {**state, "model": averaged}
         update = tree.map(torch.sub, averaged["params"], before["params"])
@@ -287,6 +291,10 @@ class Algorithm(Aggregation, ABC):
         model: Model = (state.get(AVERAGE) or state)["model"]
         return model
 
+    def evaluation(self, state: State) -> dict[str, Tree]:
+        """The message with which clients are asked for their scores."""
+        return {"model": self.reported(state)}
+
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         """The objective's value, from the clients' values and numbers of train samples."""
         return values.mean()
@@ -303,6 +311,41 @@ class Algorithm(Aggregation, ABC):
     def explain(self, error: Diverged) -> str:
         """Advice for a run that diverged (NaN or infinity)."""
         return "Use a smaller lr, or fewer local_steps."
+
+    # Under secure aggregation, where the server learns sums alone (``algorithms.summed``).
+
+    def site_weight(self) -> SiteWeight:
+        """The weight that a site gives itself.
+
+        Raises:
+            ConfigError: the method's server needs each client's reply.
+        """
+        raise self.needs_each("its server needs each client's own loss or update")
+
+    def for_sums(self) -> Self:
+        """The method as it runs then."""
+        return self
+
+    def needs_each(self, why: str) -> ConfigError:
+        """The error for a setting that needs each client's reply."""
+        return ConfigError(
+            f"{self.name} cannot run like this under secure aggregation, which gives the server sums alone: {why}; "
+            f"change that, use one of {', '.join(SUMMABLE)}, or leave secure aggregation out."
+        )
+
+    def check_sums(self) -> None:
+        """Raise unless sums are enough for the method's server."""
+        if self.defence is not None:
+            raise self.needs_each(f'defence = "{self.defence}" compares the clients\' updates')
+        if self.aggregate != "mean":
+            raise self.needs_each(f'aggregate = "{self.aggregate}" compares the clients\' updates')
+        weight, kinds = self.site_weight(), [kind for kind in type(self).__mro__ if issubclass(kind, Algorithm)]
+        server = ("round", "advance", "averaged")
+        for kind in kinds[: next(k for k, kind in enumerate(kinds) if "site_weight" in kind.__dict__)]:
+            if own := [name for name in server if name in kind.__dict__]:
+                raise self.needs_each(f"{kind.__name__}.{own[0]} is the method's own, and may need each client's reply")
+        if weight.follows_losses and self.local_optimizer.keep_state:
+            raise self.needs_each("keep_state is true, but a round may train twice until the weights can be summed")
 
     # At the clients.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core.simplex import limited_weights
+from comfedl.core.sums import BySamples, SiteWeight, Uniform
 from comfedl.utils import checks
 
 WEIGHTINGS = ("samples", "uniform")
@@ -51,6 +52,11 @@ class FedAvg(Algorithm):
         replies = context.ask("train", context.sample(), {"model": state["model"]})
         weights = self._weights(torch.from_numpy(context.sizes[replies.clients]))
         return self.advance(state, replies, weights), Participation(replies.clients, weights)
+
+    def site_weight(self) -> SiteWeight:
+        if self.max_weight is not None:
+            raise self.needs_each("max_weight depends on the weights of all participants")
+        return BySamples() if self.weighting == "samples" else Uniform()
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return (self._weights(sizes) * values).sum()

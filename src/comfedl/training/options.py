@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from comfedl.algorithms.base import Algorithm
+from comfedl.algorithms.summed import Summed
 from comfedl.engines import AT_SITES, ENGINES
 from comfedl.engines.faults import Fault
+from comfedl.secure.settings import SecureAggregation
 from comfedl.training.callbacks import Callback
+from comfedl.training.secure_run import check_secure
 from comfedl.training.stopping import EarlyStopping
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
@@ -47,6 +50,7 @@ class RunOptions:
     stop: EarlyStopping | None = None
     metrics: Sequence[str] = ()  # the names of those that were asked for
     faults: tuple[Fault, ...] = ()
+    secure: SecureAggregation | None = None
     gap: int = 1  # the rounds between evaluations if eval_every is "auto"; see ``evaluation_gap``
 
     def __post_init__(self) -> None:
@@ -72,6 +76,7 @@ class RunOptions:
                 f"stop is {self.stop!r}, but it must be None or an EarlyStopping, such as "
                 'EarlyStopping("validation.accuracy.worst", patience=20).'
             )
+        check_secure(self.secure, self.engine, self.eval_clients, self.stop, self.faults)
         for name in ("rounds", "seed"):  # convert NumPy integers
             object.__setattr__(self, name, int(getattr(self, name)))
 
@@ -98,15 +103,22 @@ class RunOptions:
                     "leave it out for all of them."
                 )
 
+    def as_run(self, algorithm: Algorithm) -> Algorithm:
+        """The method as this run has it: as rounds of sums, under secure aggregation."""
+        if self.secure is None:
+            return algorithm
+        return Summed.of(algorithm)
+
     def recorded(self, algorithm: Algorithm) -> dict[str, Any]:
         """The options that define a run of this method, as its config records them."""
         found = {name: getattr(self, name) for name in RECORDED}
         stop = None if self.stop is None else dict(vars(self.stop))
         found |= {"stop": stop} | {name: None if getattr(self, name) else False for name in SAVES}
         found |= {"faults": [describe(fault) for fault in self.faults] or None}
+        found |= {"secure_aggregation": None if self.secure is None else dict(vars(self.secure))}
         return found | ({} if algorithm.weighs_on_outer else {"outer_share": None})
 
 
-NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop", "metrics", "faults", "gap")
+NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop", "metrics", "faults", "secure", "gap")
 RECORDED = tuple(field.name for field in fields(RunOptions) if field.name not in NOT_RECORDED)
 """The options that a config may set."""
