@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
 
 from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext

@@ -24,6 +24,7 @@ from comfedl.engines.process_group import BACKENDS
 from comfedl.models import zoo
 from comfedl.models.losses import LOSSES, MODEL_LOSS, OWN_LOSSES, TASKS, Loss, LossFunction
 from comfedl.models.metrics import BINARY, CLASSIFICATION, REGRESSION, requested_metrics
+from comfedl.secure.settings import SecureAggregation
 from comfedl.training.callbacks import Callback
 from comfedl.training.fit import fit
 from comfedl.training.options import RECORDED, SAVES, RunOptions
@@ -72,6 +73,17 @@ class StopTable(BaseModel):
     metric: str
     patience: int = 20
     restore_best: bool = True
+
+
+class SecureTable(BaseModel):
+    """[secure_aggregation]: the server learns sums over the sites alone; see ``SecureAggregation``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    threshold: float = SecureAggregation.threshold
+    bits: int = SecureAggregation.bits
+    clip: float = SecureAggregation.clip
+    masks: bool = SecureAggregation.masks
 
 
 ENGINE_DEFAULTS = engine_options("distributed")
@@ -123,6 +135,7 @@ class Config(BaseModel):
     model: NamedTable = NamedTable(name="logistic")
     algorithm: NamedTable
     stop: StopTable | None = None
+    secure_aggregation: SecureTable | None = None
     faults: list[NamedTable] | None = None
     transform: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     tune: dict[str, Any] | None = None
@@ -136,6 +149,10 @@ class Config(BaseModel):
             raise ConfigError(f"algorithm.name is {name!r}, which is not a subclass of comfedl's Algorithm.")
         algorithm: Algorithm = build.from_table(found, self.algorithm.arguments, "algorithm")
         return algorithm
+
+    def make_method(self) -> Algorithm:
+        """The algorithm as the run has it: as rounds of sums, under secure aggregation."""
+        return self.run_options().as_run(self.make_algorithm())
 
     def make_data(self, progress: bool = False, encoding: Encoding | None = None) -> FederatedData:
         """The clients' data; a table's rows are encoded as ``encoding`` says, if a run has one already."""
@@ -186,7 +203,7 @@ class Config(BaseModel):
                 checks.positive(f"{name}.timeout_s", table.timeout_s)
             if self.engine != name:
                 raise ConfigError(f"There is a table [{name}], but engine is {self.engine!r}; remove one of them.")
-        self.run_options()
+        self.make_method()
         if self.faults and self.engine == AT_SITES:
             raise ConfigError(
                 'There are [[faults]], but engine is "flower", whose clients have only their own; remove one of them.'
@@ -213,7 +230,12 @@ class Config(BaseModel):
         )
 
     def _asked(self) -> dict[str, Any]:
-        return {"metrics": tuple(self.make_metrics() or ()), "faults": self.make_faults()}
+        return {"metrics": tuple(self.make_metrics() or ()), "faults": self.make_faults(), "secure": self.secure}
+
+    @property
+    def secure(self) -> SecureAggregation | None:
+        """Secure aggregation, if it is asked for."""
+        return None if self.secure_aggregation is None else SecureAggregation(**self.secure_aggregation.model_dump())
 
     def make_faults(self) -> tuple[Fault, ...]:
         """The faults to simulate."""
@@ -309,6 +331,7 @@ class Config(BaseModel):
             **({} if self.loss == "cross_entropy" else {"loss": self.loss}),
             **({} if self.metrics is None else {"metrics": self.metrics}),
             **({} if self.stop is None else {"stop": self.stop.model_dump()}),
+            **({} if self.secure is None else {"secure_aggregation": dict(vars(self.secure))}),
             **({} if not self.faults else {"faults": [describe(fault) for fault in self.make_faults()]}),
             **({} if self.transform is None else {"transform": self._described_transform()}),
             "data": self.data.resolved(),
@@ -401,6 +424,7 @@ def run_config(
         stop=config.early_stopping,
         metrics=config.make_metrics(),
         faults=config.make_faults(),
+        secure=config.secure,
         transform=config.make_transform(),
     )
 
@@ -431,6 +455,7 @@ def _to_config_error(error: ValidationError, table: str = "") -> ConfigError:
         return _no_loss(first["input"])
     where = ".".join(path)
     tables: dict[str, type[BaseModel]] = {**ENGINE_TABLES, "flower": FlowerTable, "stop": StopTable}
+    tables["secure_aggregation"] = SecureTable
     if first["type"] == "extra_forbidden" and path[0] in tables:
         return build.unknown_key(path[0], path[1], tables[path[0]].model_fields)
     if first["type"] == "extra_forbidden":

@@ -264,7 +264,9 @@ def _check_probability(probability: float) -> None:
 
 FAULTS: dict[str, type[Fault]] = {
     fault.name: fault
-    for fault in (*(SignFlip, Noise, Scale, LabelFlip, LossLie, BadBuffers, NotANumber, NoUpdate, Dropout, Straggler, LeaveEarly),)
+    for fault in (
+        *(SignFlip, Noise, Scale, LabelFlip, LossLie, BadBuffers, NotANumber, NoUpdate, Dropout, Straggler, LeaveEarly),
+    )
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 
 from comfedl.core.protocol import Engine, Replies
@@ -86,17 +85,11 @@ class Secured(Wrapped):
             if stage == "mask":
                 own = words.get(name, "it does not answer")
                 answers[name] = own if isinstance(own, str) else {"words": site.mask(ask, self._task, own)}
+                self._sent += 0 if isinstance(own, str) else sum(part.nbytes for part in own)
             elif stage != "unmask" or not self._left(name):
                 answers[name] = site.answer(ask)
-        self._sent += sum(_size(answer) for answer in answers.values() if isinstance(answer, dict))
         return answers
 
     def _left(self, name: str) -> bool:
         engine = self._engine
         return isinstance(engine, Faulty) and engine.leaves_early(self._places[name], self._round)
-
-
-def _size(answer: Ask) -> int:
-    words: list[Words] = answer.get("words", [])
-    rest = {key: part for key, part in answer.items() if key != "words"}
-    return sum(part.nbytes for part in words) + len(json.dumps(rest))

@@ -22,7 +22,7 @@ from comfedl.utils import tree
 from comfedl.utils.tree import Tree
 
 LARGEST = 2.0**20  # the largest magnitude of a score, a weight or a count
-SPLITS = ("test", "train", "validation")
+SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,8 @@ class Codec:
     @cached_property
     def score_names(self) -> list[str]:
         """All scores that a site may have, in the order in which they are sent."""
-        return sorted(
-            f"{split}.{kind}{name}" for split in SPLITS for kind in ("", "personal_") for name in {"loss", *self.metrics}
-        )
+        own = ["loss", *sorted({*self.metrics} - {"loss"})]
+        return [f"{split}.{kind}{name}" for split in SPLITS for kind in ("", "personal_") for name in own]
 
     def like(self, step: str, model: Model) -> list[tuple[np.dtype[Any], int]]:
         """The type and length of each vector of words of a step's reply."""
@@ -126,7 +125,6 @@ class Codec:
         finest = 2.0 ** -max(2, min(20, self.tensors.fraction - FEWEST_BITS))
         if NUMBERS in self.steps[step].sends.values():
             weight, bounded, value, part, *scores = self.numbers.decode(words[0]).tolist()
-            means = [total / len(clients) for total in (part, weight)]
             pairs = zip(self.score_names, scores[::2], scores[1::2], strict=True)
             return SummedReplies(
                 clients=clients,
@@ -134,7 +132,7 @@ class Codec:
                 bounded=round(bounded),
                 finest=finest,
                 value=value / len(clients),
-                objective=self.weight.objective(*means, float(message[REFERENCE])),
+                objective=self.weight.objective(part / len(clients), weight / len(clients), float(message[REFERENCE])),
                 scores_by_name={name: (round(count), total) for name, count, total in pairs if round(count)},
                 sent=sent,
             )

@@ -118,7 +118,7 @@ class SecureServer:
         exchange = self._new(sites)
         if len(exchange.keys) < max(FEWEST, self._settings.needed(len(sites))):
             self._check({}, exchange, what, f"of {len(sites)} sent a key", absent, len(exchange.keys))
-        for name, answer in self._ask("share", {name: exchange.ask for name in exchange.keys}).items():
+        for name, answer in self._ask("share", dict.fromkeys(exchange.keys, exchange.ask)).items():
             self._accept_shares(exchange, name, answer, absent)
         self._check(exchange.shared, exchange, what, "shared their keys", absent)
         return exchange
@@ -180,7 +180,7 @@ class SecureServer:
         for name in alive:
             if len(found[name]) < exchange.threshold:
                 stayed = [other for other in alive if other not in gone]
-                self._check({}, exchange, what, "helped to remove the masks", {**absent, **gone}, len(stayed))
+                self._check({}, exchange, what, "helped to remove the masks", absent | gone, len(stayed))
         self._next = following
         return found
 
@@ -206,7 +206,7 @@ class SecureServer:
         example = "".join(f" (site {name!r}: {reason.rstrip('.')})" for name, reason in sorted(absent.items())[:1])
         raise QuorumError(
             f"{what}: only {given} of {len(exchange.keys)} sites {did}{example}, but secure aggregation needs "
-            f"{max(exchange.threshold, 2)}, so the sum stays hidden; fix the other sites and resume, or lower threshold."
+            f"{max(exchange.threshold, 2)}, so the sum stays hidden; fix the others and resume, or lower threshold."
         )
 
 

@@ -16,8 +16,9 @@ class SecureAggregation:
     """The server learns sums over the sites, and nothing else of a site's update, loss or scores.
 
     Args:
-        threshold: the share of a round's sites that must stay until the end of the round. Above 1/2: with 2/3, a third
-            may drop out, and fewer than a third of the sites cannot help the server to see another site's update.
+        threshold: the share of a round's sites that must stay until the end of the round, always more than half of
+            them. With 2/3, a third may drop out, and a server needs more than a third of the sites on its side to see
+            another site's update.
         bits: 64 or 32 bits for each number of an update. 32 halves the traffic, and leaves less room for ``clip``.
         clip: the largest magnitude of a parameter's change in a round; larger ones are cut at the site, and counted.
         masks: False sends the same numbers without masks, to see what the masks cost; nothing is protected then.
@@ -29,7 +30,8 @@ class SecureAggregation:
     masks: bool = True
 
     def __post_init__(self) -> None:
-        checks.inside("threshold", self.threshold, 0.5, 1 + 1e-9)
+        checks.not_below("threshold", self.threshold, 0.5)
+        checks.at_most("threshold", self.threshold, 1)
         if self.bits not in (32, 64) or isinstance(self.bits, bool):
             raise ConfigError(f"bits is {self.bits!r}, but it must be 32 or 64.")
         checks.positive("clip", self.clip)

@@ -29,6 +29,9 @@ ALL, OF_LIBRARY, CLOSED_FORMS = KINDS = ("all", "all but of one's own functions"
 MOST_NAMED = 1000  # with more clients, error messages do not look for similar names
 
 
+NO_CLIENTS = "The run has no scores of single clients, since under secure aggregation only means over them are known."
+
+
 @dataclass(repr=False)
 class Result:
     """The result of a run.
@@ -102,6 +105,8 @@ class Result:
         start, stop = self._last_rows()
         rows = self.clients[start:stop]
         available = splits_of(rows)
+        if not available:
+            raise ConfigError(NO_CLIENTS)
         chosen = split or available[0]
         checks.one_of("split", chosen, available)
         if len(rows) <= MOST_SCORED and self.scorer is not None and (chosen, kind) not in self.bounds:
@@ -128,6 +133,8 @@ class Result:
     def notes(self) -> list[str]:
         """Sentences for the user: which clients cannot be judged, and how sure it is who is worst."""
         start, stop = self._last_rows()
+        if start == stop:
+            return [NO_CLIENTS]
         if stop - start > MOST_SCORED:  # rows of all would take long, and much memory
             said = []
             for name in splits_of(self.clients[start : start + MOST_SCORED]):
@@ -168,8 +175,11 @@ class Result:
         if self.round and self.round != self.rounds[-1]["round"]:
             about.append(f"model of round {self.round}")
         if key:
-            mean, worst = number(float(row[f"{key}.mean"] or 0)), number(float(row[f"{key}.worst"] or 0))
-            about.append(f"{split} {measure.replace('_', ' ')} {mean} for the average client, {worst} for the worst")
+            found = {
+                kind: number(float(row[f"{key}.{kind}"] or 0)) for kind in ("mean", "worst") if f"{key}.{kind}" in row
+            }
+            worst = f", {found['worst']} for the worst" if "worst" in found else ""
+            about.append(f"{split} {measure.replace('_', ' ')} {found['mean']} for the average client{worst}")
         size = sum(part.numel() for part in self.params.values())
         about += [f"{len(self.names):,} clients", f"{size:,} parameters", f"{self.seconds:.1f} s"]
         return f"<Result: {'; '.join(about)}>"
@@ -235,7 +245,7 @@ class Result:
             **(stop if early else {}),
             **client_statistics.nested(last),
             "objective": last["objective"],
-            "effective_clients": last["effective_clients"],
+            **({"effective_clients": last["effective_clients"]} if "effective_clients" in last else {}),
             **({"eval_clients": last["eval_clients"]} if "eval_clients" in last else {}),
             "traffic": self.traffic,
             "seconds": round(self.seconds, 3),

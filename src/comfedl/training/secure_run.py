@@ -61,3 +61,13 @@ def codec_of(secure: SecureAggregation, method: Algorithm, metrics: Sequence[str
     """How the sites of a run write what is summed."""
     assert isinstance(method, Summed)
     return Codec(secure, method.weight, method.steps(), metrics, method.method.clip_update_norm, sites)
+
+
+def check_at_sites(secure: SecureAggregation, participants: int) -> None:
+    """Check what only matters where the sites are real ones."""
+    secure.check_sites(participants)
+    if not secure.masks:
+        raise ConfigError(
+            "secure_aggregation.masks is false, which is for comparisons in a simulation, but the sites are real; "
+            "leave it out."
+        )
