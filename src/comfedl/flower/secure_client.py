@@ -44,7 +44,6 @@ def answer_securely(
         return serialization.encode({"secure": answer})
     config = parse_config(tomllib.loads(str(body["config"])))
     codec = codec_at_site(config, fed, int(body["sites"]))
-    # A repeated request must not use the same masks, also if the steps fail: the secrets are used up first.
     engine, words, answers, written = make_engine(config, fed), [], [], set()
     for request in body["asks"]:
         message = serialization.unpack(request["message"], tensors)
