@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -44,7 +45,7 @@ class Ring:
     def fraction(self) -> int:
         """The bits after the binary point: the most with which no sum overflows."""
         most = 2 ** (self.bits - 1) - 1  # of either sign
-        bits = self.bits
+        bits = self.bits + max(0, -math.frexp(self.bound)[1]) + 1
         while self.sites * round(Fraction(self.bound) * Fraction(2) ** bits) > most:
             bits -= 1
         return bits
