@@ -84,8 +84,9 @@ def test_sums_are_the_plain_ones_up_to_quantisation(name: str) -> None:
     for ours, theirs in zip(hidden.rounds, plain.rounds, strict=True):
         for key in ("validation.loss.mean", "validation.accuracy.mean", "train.loss.mean"):
             assert ours[key] == pytest.approx(theirs[key], abs=1e-7)
-        if "robust" not in name:
+        if "robust" not in name and "objective" in ours:
             assert ours["objective"] == pytest.approx(theirs["objective"], abs=1e-6)
+    assert any("objective" in row for row in hidden.rounds)
     assert not any(key.endswith((".worst", ".std")) for row in hidden.rounds for key in row)
     assert list(hidden.clients) == []
 
@@ -175,7 +176,9 @@ def test_a_third_may_drop_out_after_masking() -> None:
     assert_close(run(method, secure=SECURE, faults=gone), run(method, faults=gone), 1e-8)
 
 
-@pytest.mark.parametrize("fault", [cf.faults.LeaveEarly(1.0, ["c0", "c1", "c4"]), cf.faults.Straggler(["c0", "c1", "c4"])])
+@pytest.mark.parametrize(
+    "fault", [cf.faults.LeaveEarly(1.0, ["c0", "c1", "c4"]), cf.faults.Straggler(["c0", "c1", "c4"])]
+)
 def test_more_than_a_third_end_the_run_in_a_sentence(fault: cf.faults.Fault) -> None:
     with pytest.raises(cf.QuorumError, match=r"only 3 of 6 sites .* needs 4, so the sum stays hidden"):
         run(cf.FedAvg(lr=0.3), secure=SECURE, faults=[fault], quorum=0.1)
@@ -254,7 +257,7 @@ def test_an_option_that_does_not_go_with_it_is_refused(options: dict[str, Any], 
 
 @pytest.mark.parametrize("value", [{"bits": 16}, {"clip": 0.0}, {"masks": 1}, {"threshold": 0.2}])
 def test_settings_out_of_range_are_refused(value: dict[str, Any]) -> None:
-    with pytest.raises(cf.ConfigError, match=next(iter(value))):
+    with pytest.raises(cf.ConfigError, match=rf"{next(iter(value))} is"):
         cf.SecureAggregation(**value)
 
 

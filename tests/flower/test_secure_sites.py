@@ -91,9 +91,7 @@ def silent(stage: str, group: str) -> Change:
     [{"name": "fedavg"}, KL, {"name": "robust"}, {"name": "ditto"}, {"name": "fedavg", "clip_update_norm": 0.1}],
     ids=["fedavg", "kl", "robust", "ditto", "clipped"],
 )
-def test_sites_end_where_a_simulation_does(
-    algorithm: dict[str, Any], fed: cf.FederatedData, tmp_path: Path
-) -> None:
+def test_sites_end_where_a_simulation_does(algorithm: dict[str, Any], fed: cf.FederatedData, tmp_path: Path) -> None:
     settings = config(algorithm)
     assert_same(serve(grid_of(fed, tmp_path), settings), simulated(settings, fed))
 

@@ -15,7 +15,6 @@ import comfedl as cf
 from comfedl.secure import primitives, shamir
 from comfedl.secure.ring import FEWEST_BITS, Ring, total
 
-
 # The ring.
 
 
@@ -48,7 +47,7 @@ def test_no_sum_can_overflow_and_one_more_bit_could(bits: int, bound: float, sit
 
 
 def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
-    with pytest.raises(cf.ConfigError, match="32 bits for a number, but sums of 100000 sites .* smaller clip"):
+    with pytest.raises(cf.ConfigError, match=r"32 bits for a number, but sums of 100000 sites .* smaller clip"):
         Ring(32, 16.0, 100_000)
     assert Ring(32, 16.0, 100).fraction >= FEWEST_BITS
 

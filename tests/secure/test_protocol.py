@@ -285,7 +285,11 @@ def test_sites_that_were_told_different_things_do_not_add_up(what: str) -> None:
 @pytest.mark.parametrize("stage", ["keys", "share", "mask", "unmask"])
 @pytest.mark.parametrize(
     "answer",
-    [{}, {"key": 3, "mask_key": 3, "words": 3, "shares": 3}, {"key": "zz", "mask_key": "ab", "words": [1], "shares": {}}],
+    [
+        {},
+        {"key": 3, "mask_key": 3, "words": 3, "shares": 3},
+        {"key": "zz", "mask_key": "ab", "words": [1], "shares": {}},
+    ],
 )
 def test_a_site_that_answers_nonsense_is_left_out(stage: str, answer: Ask) -> None:
     network = Network(5)
@@ -301,7 +305,7 @@ def test_a_false_share_is_noticed() -> None:
     def lie(stage: str, name: str, answer: Ask) -> Ask:
         if (stage, name) != ("unmask", "site 0"):
             return answer
-        return {**answer, "shares": {sender: "01" * 33 for sender in answer["shares"]}}
+        return {**answer, "shares": dict.fromkeys(answer["shares"], "01" * 33)}
 
     network.change = lie  # type: ignore[assignment]
     with pytest.raises(cf.QuorumError, match="some site sent a false one"):

@@ -23,7 +23,8 @@ from comfedl.utils.errors import BadReply, ConfigError, Diverged
 from comfedl.utils.tree import Tree
 
 STEPS = ("train", "evaluate", "personal")
-TRIES = 60  # to find a reference; each brings it nearer by a factor of at least four
+TRIES = 60  # to find a reference, first in growing strides
+STRIDE = 5.0
 NEAR = 2.0  # with a cap, the reference is near enough if the mean weight is within this factor of 1
 
 
@@ -100,16 +101,22 @@ class Summed(Algorithm):
         self, state: State, context: RoundContext, participants: Sequence[int], reference: float
     ) -> float:
         """A reference at which the mean weight is near 1, from sums of the losses' exponentials alone."""
+        low, high, stride = -math.inf, math.inf, STRIDE
         for _ in range(TRIES):
             found = self._ask("evaluate", state, context, participants, reference)
             if math.isnan(reference):
                 reference = found.value / self._gamma
-            elif self._is_far(found):
-                reference += math.log(self.weight.bound) if found.bounded else math.log(found.finest)
-            else:
+            elif not self._is_far(found):
                 reference += math.log(found.mean_weight)
                 if 1 / NEAR <= found.mean_weight <= NEAR or not found.bounded:
                     return reference
+            else:  # bisection, once it is between two known bounds
+                low, high = (reference, high) if found.bounded else (low, reference)
+                stride *= 2
+                if math.isinf(high - low):
+                    reference += stride if found.bounded else -stride
+                else:
+                    reference = (low + high) / 2
         raise self._lost(context)
 
     def _lost(self, context: RoundContext) -> ConfigError:

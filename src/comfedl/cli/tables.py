@@ -181,7 +181,8 @@ def show_summary(summary: Mapping[str, Any], title: str) -> Table:
             # Under secure aggregation, only means are known.
             cells = (_format(values[name]) if name in values else "-" for name in ("mean", "worst", "worst10", "std"))
             table.add_row(f"{split} {metric.replace('_', ' ')}", *cells)
-    table.add_row("objective", _format(summary["objective"]))
+    if "objective" in summary:
+        table.add_row("objective", _format(summary["objective"]))
     return table
 
 

@@ -38,8 +38,8 @@ class SiteWeight(ABC):
         """What a site adds to the sum that gives the objective."""
         return value
 
-    def objective(self, part: float, weight: float, reference: float) -> float:
-        """The objective, from the mean part and the mean weight."""
+    def objective(self, part: float, weight: float, reference: float, sites: int) -> float | None:
+        """The objective, from the mean part and weight of these sites; None if it cannot be told from them."""
         return part
 
 
@@ -61,7 +61,7 @@ class BySamples(SiteWeight):
     def part(self, value: float, samples: int, reference: float) -> float:
         return self.of(value, samples, reference) * value
 
-    def objective(self, part: float, weight: float, reference: float) -> float:
+    def objective(self, part: float, weight: float, reference: float, sites: int) -> float:
         return part / weight
 
 
@@ -88,11 +88,12 @@ class Exponential(SiteWeight):
     def part(self, value: float, samples: int, reference: float) -> float:
         return value if math.isnan(reference) else self._exponential(value, reference, WIDEST)
 
-    def objective(self, part: float, weight: float, reference: float) -> float:
-        """KL's, without the cap, as far as no site is beyond ``WIDEST``."""
+    def objective(self, part: float, weight: float, reference: float, sites: int) -> float | None:
+        """KL's, without the cap."""
         if math.isnan(reference):
             return part
-        return self.gamma * (reference + math.log(part)) if part > 0 else math.nan
+        # With a larger mean, some site's part may have been cut.
+        return self.gamma * (reference + math.log(part)) if 0 < part < WIDEST / sites else None
 
     def _exponential(self, loss: float, reference: float, bound: float) -> float:
         exponent = loss / self.gamma - reference
@@ -111,7 +112,7 @@ class SummedReplies(Replies):
         finest: the smallest mean weight that rounding leaves exact enough.
         model: the message's model plus the weighted mean of the updates; None if no weight is left, or none was sent.
         value: the mean of the sites' values.
-        objective: the objective's value.
+        objective: the objective's value; None if it is out of the range of the numbers.
         scores: of every score, how many sites have it, and the sum of theirs.
         sent: the bytes that the sites sent.
     """
@@ -123,7 +124,7 @@ class SummedReplies(Replies):
     finest: float = 0.0
     model: Tree = None
     value: float = 0.0
-    objective: float = 0.0
+    objective: float | None = None
     scores_by_name: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     sent: int = 0
 

@@ -132,7 +132,9 @@ class Codec:
                 bounded=round(bounded),
                 finest=finest,
                 value=value / len(clients),
-                objective=self.weight.objective(part / len(clients), weight / len(clients), float(message[REFERENCE])),
+                objective=self.weight.objective(
+                    part / len(clients), weight / len(clients), float(message[REFERENCE]), len(clients)
+                ),
                 scores_by_name={name: (round(count), total) for name, count, total in pairs if round(count)},
                 sent=sent,
             )

@@ -201,7 +201,7 @@ class Loop:
         return {
             "round": number,
             **replies.columns(),
-            "objective": replies.objective,
+            **({} if replies.objective is None else {"objective": replies.objective}),
             "participants": len({*participation.clients}),
         }
 

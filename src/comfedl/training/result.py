@@ -244,9 +244,8 @@ class Result:
             "rounds": self.rounds[-1]["round"],
             **(stop if early else {}),
             **client_statistics.nested(last),
-            "objective": last["objective"],
-            **({"effective_clients": last["effective_clients"]} if "effective_clients" in last else {}),
-            **({"eval_clients": last["eval_clients"]} if "eval_clients" in last else {}),
+            # Under secure aggregation, not all of these are known.
+            **{name: last[name] for name in ("objective", "effective_clients", "eval_clients") if name in last},
             "traffic": self.traffic,
             "seconds": round(self.seconds, 3),
         }
