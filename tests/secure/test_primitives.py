@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import combinations, product
+from random import Random
 
 import numpy as np
 import pytest
@@ -44,6 +45,14 @@ def test_no_sum_can_overflow_and_one_more_bit_could(bits: int, bound: float, sit
     assert signed[0] == -signed[1]
     assert sites * signed[0] <= most
     assert 2 * sites * (signed[0] + 1) > most
+
+
+@given(st.lists(st.lists(st.floats(-9, 9), min_size=3, max_size=3), min_size=2, max_size=8), st.randoms())
+def test_the_order_of_a_sum_changes_no_bit(rows: list[list[float]], random: Random) -> None:
+    words = [Ring(64, 8.0, len(rows)).encode(np.array(row))[0] for row in rows]
+    found = total(words)
+    random.shuffle(words)
+    assert np.array_equal(found, total(words))
 
 
 def test_what_does_not_fit_is_refused_in_a_sentence() -> None:

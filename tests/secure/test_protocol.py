@@ -308,6 +308,8 @@ def test_a_false_share_is_noticed() -> None:
         return {**answer, "shares": dict.fromkeys(answer["shares"], "01" * 33)}
 
     network.change = lie  # type: ignore[assignment]
+    assert network.sum() == (network.names, True)  # the others have shares enough
+    network.lost = {"unmask": ["site 1"]}
     with pytest.raises(cf.QuorumError, match="some site sent a false one"):
         network.sum()
 

@@ -76,7 +76,7 @@ class RunOptions:
                 f"stop is {self.stop!r}, but it must be None or an EarlyStopping, such as "
                 'EarlyStopping("validation.accuracy.worst", patience=20).'
             )
-        check_secure(self.secure, self.engine, self.eval_clients, self.stop, self.faults)
+        check_secure(self)
         for name in ("rounds", "seed"):  # convert NumPy integers
             object.__setattr__(self, name, int(getattr(self, name)))
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from comfedl.algorithms.base import Algorithm
 from comfedl.algorithms.summed import Summed
 from comfedl.core.protocol import Engine
-from comfedl.engines.faults import Fault, LeaveEarly
+from comfedl.engines.faults import LeaveEarly
 from comfedl.engines.sums import Codec
 from comfedl.secure.settings import SecureAggregation
-from comfedl.training.stopping import EarlyStopping
 from comfedl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from comfedl.training.options import RunOptions
 
 UNKNOWN = ("worst", "worst10", "std")  # statistics over clients that sums do not give
 
 
-def check_secure(
-    secure: object, engine: str, eval_clients: int | None, stop: EarlyStopping | None, faults: Sequence[Fault]
-) -> None:
+def check_secure(options: RunOptions) -> None:
     """Check the options of a run that depend on secure aggregation."""
+    secure, stop = options.secure, options.stop
     if secure is None:
-        if any(isinstance(fault, LeaveEarly) for fault in faults):
+        if any(isinstance(fault, LeaveEarly) for fault in options.faults):
             raise ConfigError(
                 f'The fault "{LeaveEarly.name}" is of clients that leave before masks are removed, and there are none '
                 'without secure aggregation; add it, or use "dropout" or "straggler".'
@@ -29,13 +31,18 @@ def check_secure(
         return
     if not isinstance(secure, SecureAggregation):
         raise ConfigError(f"secure is {secure!r}, but it must be None or like cf.SecureAggregation(threshold=0.7).")
-    if engine == "distributed":
+    if options.engine == "distributed":
         raise ConfigError(
             'engine is "distributed", whose processes show each other every update, but secure aggregation is asked '
             'for; use engine = "embedded" or sites over Flower, or leave it out.'
         )
-    if eval_clients is not None:
-        secure.check_sites(eval_clients)
+    if getattr(options, "privacy", None) is not None:
+        raise ConfigError(
+            "Secure aggregation and differential privacy are both asked for, but the noise of one has not been fitted "
+            "to the sums of the other; leave one of them out."
+        )
+    if options.eval_clients is not None:
+        secure.check_sites(options.eval_clients)
     if stop is not None and stop.metric.rpartition(".")[2] in UNKNOWN:
         raise ConfigError(
             f"stop.metric is {stop.metric!r}, but under secure aggregation only means over the clients are known; use "
