@@ -106,6 +106,8 @@ class Summed(Algorithm):
             found = self._ask("evaluate", state, context, participants, reference)
             if math.isnan(reference):
                 reference = found.value / self._gamma
+                if not self._capped:  # c cancels, and the round sees whether it is near enough
+                    return reference
             elif not self._is_far(found):
                 reference += math.log(found.mean_weight)
                 if 1 / NEAR <= found.mean_weight <= NEAR or not found.bounded:
@@ -131,8 +133,11 @@ class Summed(Algorithm):
 
     def _is_far(self, found: SummedReplies) -> bool:
         """Whether the weights are too small for their sum to be exact, or cut without a cap."""
-        capped = getattr(self.weight, "cap", None) is not None
-        return found.mean_weight < found.finest or (found.bounded > 0 and not capped)
+        return found.mean_weight < found.finest or (found.bounded > 0 and not self._capped)
+
+    @property
+    def _capped(self) -> bool:
+        return getattr(self.weight, "cap", None) is not None
 
     def _ask(
         self, step: str, state: State, context: RoundContext, participants: Sequence[int], reference: float
