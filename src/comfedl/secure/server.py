@@ -92,15 +92,13 @@ class SecureServer:
         found = [total(parts) for parts in zip(*words.values(), strict=True)]
         shares = self._shares(exchange, sorted(words), dropped, what, absent, expected=sorted(words) == sorted(sites))
         for name in words:
-            told = exchange.shared[name]["commitment"]
-            seed = _joined(shares[name], exchange, lambda seed, told=told: commitment(seed) == told)
+            seed = _joined(shares[name], exchange, exchange.shared[name]["commitment"], commitment)
             if seed is None:
                 raise _false_share(what, name)
             add_mask(found, own_mask(seed), -1)
         purpose = pair_purpose(self._session, exchange.name, exchange.known, mask_keys, task)
         for name in dropped:
-            told = mask_keys[name]
-            secret = _joined(shares[name], exchange, lambda secret, told=told: public_key(secret).hex() == told)
+            secret = _joined(shares[name], exchange, mask_keys[name], _public_hex)
             if secret is None:
                 raise _false_share(what, name)
             for other in words:
@@ -221,11 +219,18 @@ def _false_share(what: str, name: str) -> QuorumError:
     )
 
 
-def _joined(shares: Mapping[int, int], exchange: _Exchange, fits: Callable[[bytes], bool]) -> bytes | None:
-    """A site's secret, from as many shares as are needed; from others, if some of them are false."""
+def _public_hex(secret: bytes) -> str:
+    return public_key(secret).hex()
+
+
+def _joined(shares: Mapping[int, int], exchange: _Exchange, announced: str, of: Callable[[bytes], str]) -> bytes | None:
+    """The secret of a site that has announced what ``of`` makes of it; None if the shares do not give it.
+
+    As many shares are taken as are needed, and others in their place if some are false.
+    """
     for chosen in islice(combinations(sorted(shares.items()), exchange.threshold), MOST_TRIED):
         found = shamir.join(dict(chosen))
-        if found < 2 ** (8 * KEY) and fits(found.to_bytes(KEY)):
+        if found < 2 ** (8 * KEY) and of(found.to_bytes(KEY)) == announced:
             return found.to_bytes(KEY)
     return None
 
