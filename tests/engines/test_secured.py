@@ -323,3 +323,13 @@ def test_without_cryptography_a_sentence_says_what_to_install() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=False)
     assert "pip install 'comfedl[secure]'" in ended.stdout, ended.stderr
+
+
+def test_a_search_judges_by_the_mean(tmp_path: Path) -> None:
+    from comfedl.tuning.plan import make_plan
+    from comfedl.utils.toml import to_toml
+
+    (tmp_path / "c.toml").write_text(to_toml(settings(tune={"algorithm.lr": [0.1, 0.2]})))
+    assert make_plan(tmp_path / "c.toml", trials=2).metric == "validation.accuracy.mean"
+    with pytest.raises(cf.ConfigError, match=r"only means over the clients are known; use validation\.loss\.mean"):
+        make_plan(tmp_path / "c.toml", metric="validation.loss.worst", trials=2)
