@@ -20,13 +20,13 @@ from torch import Tensor
 
 from comfedl.algorithms.aggregation import DEFENCES, Aggregation
 from comfedl.algorithms.context import Participation, RoundContext
+from comfedl.algorithms.summable import Summable
 from comfedl.core import optim, schedule
 from comfedl.core.learner import Batch, Learner, Model, Params, Slope
 from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
 from comfedl.core.optim import SGD, Adagrad, Adam, AdamW, ClientOptimizer, Yogi
 from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, Batches, Data, Draw, Outcome, Replies, Step
 from comfedl.core.robust_aggregation import RULES
-from comfedl.core.sums import SiteWeight
 from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError, Diverged
 from comfedl.utils.tree import Tree
@@ -38,7 +38,6 @@ PLAIN = SGD()
 # The optimisers' places in the server's and in a client's state.
 SERVER_OPTIMIZER, OPTIMIZER = "server optimizer", "optimizer"
 AVERAGE = "server average"  # the place of the average of the server's models
-SUMMABLE = ("fedavg", "fedprox", "ditto", "fedmaml", "term", "robust", "comfedl-damaml", "comfedl with KL(gamma)")
 
 
 class Descent(NamedTuple):
@@ -105,7 +104,7 @@ CLIENT_SIDE = ("objective", "steps", "train", "descend", "personal", "give_perso
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(Aggregation, ABC):
+class Algorithm(Aggregation, Summable, ABC):
     """The base class of all methods.
 
     Args:
@@ -311,41 +310,6 @@ class Algorithm(Aggregation, ABC):
     def explain(self, error: Diverged) -> str:
         """Advice for a run that diverged (NaN or infinity)."""
         return "Use a smaller lr, or fewer local_steps."
-
-    # Under secure aggregation, where the server learns sums alone (``algorithms.summed``).
-
-    def site_weight(self) -> SiteWeight:
-        """The weight that a site gives itself.
-
-        Raises:
-            ConfigError: the method's server needs each client's reply.
-        """
-        raise self.needs_each("its server needs each client's own loss or update")
-
-    def for_sums(self) -> Self:
-        """The method as it runs then."""
-        return self
-
-    def needs_each(self, why: str) -> ConfigError:
-        """The error for a setting that needs each client's reply."""
-        return ConfigError(
-            f"{self.name} cannot run like this under secure aggregation, which gives the server sums alone: {why}; "
-            f"change that, use one of {', '.join(SUMMABLE)}, or leave secure aggregation out."
-        )
-
-    def check_sums(self) -> None:
-        """Raise unless sums are enough for the method's server."""
-        if self.defence is not None:
-            raise self.needs_each(f'defence = "{self.defence}" compares the clients\' updates')
-        if self.aggregate != "mean":
-            raise self.needs_each(f'aggregate = "{self.aggregate}" compares the clients\' updates')
-        weight, kinds = self.site_weight(), [kind for kind in type(self).__mro__ if issubclass(kind, Algorithm)]
-        server = ("round", "advance", "averaged")
-        for kind in kinds[: next(k for k, kind in enumerate(kinds) if "site_weight" in kind.__dict__)]:
-            if own := [name for name in server if name in kind.__dict__]:
-                raise self.needs_each(f"{kind.__name__}.{own[0]} is the method's own, and may need each client's reply")
-        if weight.follows_losses and self.local_optimizer.keep_state:
-            raise self.needs_each("keep_state is true, but a round may train twice until the weights can be summed")
 
     # At the clients.
 
