@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # what type checkers, editors and import-linter see
     from comfedl.engines import faults as faults
     from comfedl.models import losses as losses
     from comfedl.models.metrics import Metric as Metric
+    from comfedl.secure.settings import SecureAggregation as SecureAggregation
     from comfedl.training.callbacks import Callback as Callback
     from comfedl.training.fit import fit as fit
     from comfedl.training.result import Result as Result
@@ -93,6 +94,7 @@ _HOMES = {
     "Robust": "comfedl.algorithms.robust",
     "RunFolderError": "comfedl.utils.errors",
     "Scaffold": "comfedl.algorithms.scaffold",
+    "SecureAggregation": "comfedl.secure.settings",
     "TERM": "comfedl.algorithms.term",
     "TRMAML": "comfedl.algorithms.trmaml",
     "Tilt": "comfedl.core.outer_functions",

@@ -222,6 +222,7 @@ def test_unknown_clients_and_other_things_are_named() -> None:
             "no-update",
             "dropout",
             "straggler",
+            "leave-early",
         ]
     )
 

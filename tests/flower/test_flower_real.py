@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 import comfedl as cf
 from comfedl.config.schema import Config, parse_config, read_config, run_config
 from comfedl.flower.certs import make_certs
-from comfedl.flower.local_trial import LocalTrial
+from comfedl.flower.local_trial import LocalTrial, run_local
 from comfedl.flower.processes import TAG, Daemons, free_ports, listening
 from comfedl.flower.superlink import wait_for
 from comfedl.utils.toml import to_toml
@@ -144,6 +144,19 @@ def test_the_command_can_be_interrupted_and_resumed(tmp_path: Path) -> None:
     assert [row["round"] for row in rows] == [1, 2, 3]
     assert {path.name for path in (run / "sites").iterdir()} == {"client-0", "client-1", "client-2"}
     assert not (run / "personal").exists()  # personal models stay at the sites
+
+
+def test_sites_under_secure_aggregation(tmp_path: Path) -> None:
+    method = {"name": "comfedl", "outer": {"name": "kl", "gamma": 0.2}}
+    settings = config(rounds=2, algorithm=method, secure_aggregation={"threshold": 0.6})
+    told: list[str] = []
+    run_local(settings, tmp_path / "run", 3, tell=told.append)
+    assert_model(tmp_path / "run", run_config(settings))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [row["participants"] for row in rows] == [3, 3]
+    assert "validation.accuracy.mean" in rows[0] and "validation.accuracy.worst" not in rows[0]
+    assert (tmp_path / "run" / "clients.jsonl").read_text() == ""
+    assert len([*(tmp_path / "run" / "sites").glob("*/*.keys.json")]) == 3
 
 
 # Faults.

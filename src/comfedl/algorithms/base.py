@@ -21,6 +21,7 @@ from torch import Tensor
 from comfedl.algorithms.aggregation import DEFENCES, Aggregation
 from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.algorithms.private_release import PrivateRelease
+from comfedl.algorithms.summable import Summable
 from comfedl.core import optim, schedule
 from comfedl.core.learner import Batch, Learner, Model, Params, Slope
 from comfedl.core.objectives import Adapt, LocalLoss, Objective, gradient
@@ -105,7 +106,7 @@ CLIENT_SIDE = ("objective", "steps", "train", "descend", "personal", "give_perso
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(Aggregation, ABC):
+class Algorithm(Aggregation, Summable, ABC):
     """The base class of all methods.
 
     Args:
@@ -262,7 +263,15 @@ class Algorithm(Aggregation, ABC):
         ``shrink`` gives the factor to scale the aggregated update by, from that update. ``bound`` is for differential
         privacy: the largest weight that a client could have had (see ``PrivateRelease.averaged``).
         """
-        state = self._moved(state, replies, weights, shrink, bound)
+        if self.release is None:
+            averaged = self.averaged(state["model"], replies, weights)
+        else:
+            state, averaged = self.release.averaged(state, replies, weights, bound)
+        return self.advance_to(state, averaged, shrink)
+
+    def advance_to(self, state: State, averaged: Model, shrink: Callable[[Params], float] | None = None) -> State:
+        """The same, where the clients' models are aggregated already."""
+        state = self._moved(state, averaged, shrink)
         return state if self.server_average is None else {**state, AVERAGE: self._followed(state)}
 
     def _followed(self, state: State) -> Tree:
@@ -277,19 +286,8 @@ class Algorithm(Aggregation, ABC):
         )
         return {"model": average, "rounds": rounds}
 
-    def _moved(
-        self,
-        state: State,
-        replies: Replies,
-        weights: Tensor,
-        shrink: Callable[[Params], float] | None,
-        bound: float | None,
-    ) -> State:
+    def _moved(self, state: State, averaged: Model, shrink: Callable[[Params], float] | None) -> State:
         before = state["model"]
-        if self.release is None:
-            averaged = self.averaged(before, replies, weights)
-        else:
-            state, averaged = self.release.averaged(state, replies, weights, bound)
         if self.server_optimizer is None and shrink is None:
             return {**state, "model": averaged}
         update = tree.map(torch.sub, averaged["params"], before["params"])
@@ -324,6 +322,10 @@ class Algorithm(Aggregation, ABC):
         """The model to evaluate and return."""
         model: Model = (state.get(AVERAGE) or state)["model"]
         return model
+
+    def evaluation(self, state: State) -> dict[str, Tree]:
+        """The message with which clients are asked for their scores."""
+        return {"model": self.reported(state)}
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         """The objective's value, from the clients' values and numbers of train samples."""

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from comfedl.core.offset import Excess, Shrinkage
 from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable, Tilt
 from comfedl.core.privacy import Sums
 from comfedl.core.protocol import NUMBER, Batches, Data, Draw, Outcome, Replies, Step
+from comfedl.core.sums import Exponential, SiteWeight, Uniform
 from comfedl.models.losses import Squared
 from comfedl.utils import checks, tree
 from comfedl.utils.errors import ConfigError, Diverged
@@ -250,6 +251,21 @@ class Compositional(Algorithm):
         # Of clients that have not taken part yet, the best guess is the mean of those that have.
         return torch.where(found.isnan(), -client_vector.to_tensor(state[BASELINES]).nanmean(), found)
 
+    def site_weight(self) -> SiteWeight:
+        if self.safe:
+            raise self.needs_each('step = "safe" compares the clients\' updates')
+        if not isinstance(self.g, Coupled):
+            return Uniform()
+        if isinstance(self.g, Tilt):
+            return Exponential(1 / self.g.t)
+        if not isinstance(self.g, KL):
+            raise self.needs_each(f"the weights of {type(self.g).__name__} depend on all losses")
+        if self.g.gamma is None:
+            raise self.needs_each("effective_clients depends on all losses")
+        if self.g.offset is not None:
+            raise self.needs_each("the server adds an offset to each client's loss")
+        return Exponential(self.g.gamma, self.g.cap)
+
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return self.g.objective(values)
 
@@ -437,6 +453,10 @@ class ComFedL(Compositional):
     @property
     def composition(self) -> Composition | None:
         return self.problem
+
+    def for_sums(self) -> Self:
+        """Without memory, which is of each client's loss: all losses are measured in every round."""
+        return replace(self, outer=replace(self.outer, memory=None)) if isinstance(self.outer, KL) else self
 
     @property
     def outer_size(self) -> int | None:

@@ -18,6 +18,7 @@ from comfedl.algorithms.private_release import check_sums
 from comfedl.core.learner import Model
 from comfedl.core.privacy import Sums
 from comfedl.core.simplex import limited_weights
+from comfedl.core.sums import BySamples, SiteWeight, Uniform
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
 
@@ -67,6 +68,11 @@ class FedAvg(Algorithm):
             )
         check_sums(self, model, sampled)
         return Sums()
+
+    def site_weight(self) -> SiteWeight:
+        if self.max_weight is not None:
+            raise self.needs_each("max_weight depends on the weights of all participants")
+        return BySamples() if self.weighting == "samples" else Uniform()
 
     def combined(self, values: Tensor, sizes: Tensor) -> Tensor:
         return (self._weights(sizes) * values).sum()

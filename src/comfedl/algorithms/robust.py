@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -100,6 +100,13 @@ class Robust(Compositional):
             return proximal_length(g, coming, products.numpy(), square)
 
         return weights, shrink
+
+    def for_sums(self) -> Self:
+        """KL's weights of the losses that each client measures in every round; momentum and average stay.
+
+        Memory and look-ahead need each client's loss and update.
+        """
+        return replace(self, memory=None)
 
     @property
     def adapt(self) -> Adapt | None:

@@ -36,8 +36,11 @@ def _metric(choice: MetricChoice) -> str:
 
 def _alone(method: Method, choice: MetricChoice) -> str:
     worst, mean = method.final_values(f"{choice.key}.worst"), method.final_values(f"{choice.key}.mean")
-    if not worst or not mean:
+    if not mean:
         return f"{method.name} has no {choice.split} {choice.label}."
+    if not worst:
+        found = f"{_metric(choice)} with {method.name}: {_format(fmean(mean.values()))} for the average client"
+        return f"{found}; the worst is not known, since secure aggregation gives sums alone."
     worst_mean, mean_mean = _format(fmean(worst.values())), _format(fmean(mean.values()))
     seeds = f" (means over {len(worst)} seeds)" if len(worst) > 1 else ""
     return (
@@ -48,6 +51,8 @@ def _alone(method: Method, choice: MetricChoice) -> str:
 def _compared(base: Method, other: Method, choice: MetricChoice) -> str:
     keys = {label: f"{choice.key}.{statistic}" for label, statistic in STATISTICS.items()}
     values = {label: (base.final_values(key), other.final_values(key)) for label, key in keys.items()}
+    if all(values["average client"]) and not all(values["worst client"]):  # only sums are known
+        del values["worst client"]
     if not all(ours and theirs for ours, theirs in values.values()):
         return f"{other.name} and {base.name} cannot be compared by {choice.key}."
     parts, notes = [], []
@@ -58,7 +63,7 @@ def _compared(base: Method, other: Method, choice: MetricChoice) -> str:
             f"of the {label}: {after} with " + ("both" if same else f"{other.name}, {before} with {base.name}")
         )
         notes.append("" if same else _noise_note(difference(ours, theirs)))
-    if notes[0] and notes[0] == notes[1]:
+    if len(notes) == 2 and notes[0] and notes[0] == notes[1]:
         notes = ["", f"both {notes[0]}"]
     text = "; ".join(f"{part} ({note})" if note else part for part, note in zip(parts, notes, strict=True))
     return f"{_metric(choice)} {text}."

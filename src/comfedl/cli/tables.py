@@ -180,9 +180,11 @@ def show_summary(summary: Mapping[str, Any], title: str) -> Table:
     )
     for split in ("train", "validation", "test"):
         for metric, values in summary.get(split, {}).items():
-            cells = (_format(values[name]) for name in ("mean", "worst", "worst10", "std"))
+            # Under secure aggregation, only means are known.
+            cells = (_format(values[name]) if name in values else "-" for name in ("mean", "worst", "worst10", "std"))
             table.add_row(f"{split} {metric.replace('_', ' ')}", *cells)
-    table.add_row("objective", _format(summary["objective"]))
+    if "objective" in summary:
+        table.add_row("objective", _format(summary["objective"]))
     privacy = summary.get("privacy")
     if privacy is not None and privacy["epsilon"] is not None:
         table.add_row("epsilon", spent_text(privacy))

@@ -26,6 +26,7 @@ from comfedl.engines.process_group import BACKENDS
 from comfedl.models import zoo
 from comfedl.models.losses import LOSSES, MODEL_LOSS, OWN_LOSSES, TASKS, Loss, LossFunction
 from comfedl.models.metrics import BINARY, CLASSIFICATION, REGRESSION, requested_metrics
+from comfedl.secure.settings import SecureAggregation
 from comfedl.training.callbacks import Callback
 from comfedl.training.fit import fit
 from comfedl.training.options import RECORDED, SAVES, RunOptions, described
@@ -77,6 +78,17 @@ class StopTable(BaseModel):
     restore_best: bool = True
 
 
+class SecureTable(BaseModel):
+    """[secure_aggregation]: the server learns sums over the sites alone; see ``SecureAggregation``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    threshold: float = SecureAggregation.threshold
+    bits: int = SecureAggregation.bits
+    clip: float = SecureAggregation.clip
+    masks: bool = SecureAggregation.masks
+
+
 ENGINE_DEFAULTS = engine_options("distributed")
 
 
@@ -126,6 +138,7 @@ class Config(BaseModel):
     model: NamedTable = NamedTable(name="logistic")
     algorithm: NamedTable
     stop: StopTable | None = None
+    secure_aggregation: SecureTable | None = None
     faults: list[NamedTable] | None = None
     privacy: dict[str, Any] | None = None
     transform: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
@@ -140,6 +153,10 @@ class Config(BaseModel):
             raise ConfigError(f"algorithm.name is {name!r}, which is not a subclass of comfedl's Algorithm.")
         algorithm: Algorithm = build.from_table(found, self.algorithm.arguments, "algorithm")
         return algorithm
+
+    def make_method(self) -> Algorithm:
+        """The algorithm as the run has it: as rounds of sums, under secure aggregation."""
+        return self.run_options().as_run(self.make_algorithm())
 
     def make_data(self, progress: bool = False, encoding: Encoding | None = None) -> FederatedData:
         """The clients' data; a table's rows are encoded as ``encoding`` says, if a run has one already."""
@@ -190,7 +207,7 @@ class Config(BaseModel):
                 checks.positive(f"{name}.timeout_s", table.timeout_s)
             if self.engine != name:
                 raise ConfigError(f"There is a table [{name}], but engine is {self.engine!r}; remove one of them.")
-        self.run_options()
+        self.make_method()
         if self.faults and self.engine == AT_SITES:
             raise ConfigError(
                 'There are [[faults]], but engine is "flower", whose clients have only their own; remove one of them.'
@@ -217,12 +234,17 @@ class Config(BaseModel):
         )
 
     def _asked(self) -> dict[str, Any]:
-        asked = {"metrics": tuple(self.make_metrics() or ()), "faults": self.make_faults()}
+        asked = {"metrics": tuple(self.make_metrics() or ()), "faults": self.make_faults(), "secure": self.secure}
         return {**asked, "privacy": self.make_privacy()}
 
     def make_privacy(self) -> DP | None:
         """The differential privacy that is asked for."""
         return None if self.privacy is None else build.from_table(DP, self.privacy, "privacy")
+
+    @property
+    def secure(self) -> SecureAggregation | None:
+        """Secure aggregation, if it is asked for."""
+        return None if self.secure_aggregation is None else SecureAggregation(**self.secure_aggregation.model_dump())
 
     def make_faults(self) -> tuple[Fault, ...]:
         """The faults to simulate."""
@@ -318,6 +340,7 @@ class Config(BaseModel):
             **({} if self.loss == "cross_entropy" else {"loss": self.loss}),
             **({} if self.metrics is None else {"metrics": self.metrics}),
             **({} if self.stop is None else {"stop": self.stop.model_dump()}),
+            **({} if self.secure is None else {"secure_aggregation": dict(vars(self.secure))}),
             **({} if not self.faults else {"faults": [describe(fault) for fault in self.make_faults()]}),
             **({} if self.transform is None else {"transform": self._described_transform()}),
             **({} if self.privacy is None else {"privacy": described(self.make_privacy())}),
@@ -419,6 +442,7 @@ def run_config(
         stop=config.early_stopping,
         metrics=config.make_metrics(),
         faults=config.make_faults(),
+        secure=config.secure,
         transform=config.make_transform(),
         privacy=config.make_privacy(),
     )
@@ -450,6 +474,7 @@ def _to_config_error(error: ValidationError, table: str = "") -> ConfigError:
         return _no_loss(first["input"])
     where = ".".join(path)
     tables: dict[str, type[BaseModel]] = {**ENGINE_TABLES, "flower": FlowerTable, "stop": StopTable}
+    tables["secure_aggregation"] = SecureTable
     if first["type"] == "extra_forbidden" and path[0] in tables:
         return build.unknown_key(path[0], path[1], tables[path[0]].model_fields)
     if first["type"] == "extra_forbidden":

@@ -223,6 +223,8 @@ class Engine(ABC):
     """Whether this process writes the results; the others run the same loop and write nothing."""
     defers_replies: bool = False
     """Whether replies to ``run_deferred`` arrive with those of the next step, to save one message per round."""
+    simulates_faults: bool = False
+    """Whether its clients may have faults that are simulated."""
 
     @abstractmethod
     def run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:

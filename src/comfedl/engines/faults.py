@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from comfedl.core.learner import Model
-from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, PARAMS, Engine, Replies, Step, T
+from comfedl.core.protocol import MODEL, NUMBER, NUMBERS, PARAMS, Engine, Replies, Step
 from comfedl.data.client_names import find
 from comfedl.data.federated import FederatedData, Split
 from comfedl.engines.replies import LocalReplies
+from comfedl.engines.wrapped import Wrapped
 from comfedl.utils import checks, rng, tree
 from comfedl.utils.errors import ConfigError
 from comfedl.utils.tree import Tree
 
 __all__ = [
-    *("BadBuffers", "Dropout", "Fault", "LabelFlip", "LossLie", "NoUpdate", "Noise", "NotANumber", "Scale"),
-    *("SignFlip", "Straggler"),
+    *("BadBuffers", "Dropout", "Fault", "LabelFlip", "LeaveEarly", "LossLie", "NoUpdate", "Noise", "NotANumber"),
+    *("Scale", "SignFlip", "Straggler"),
 ]
 
 
@@ -235,6 +236,27 @@ class Straggler(Fault):
         return draw < self.probability
 
 
+@dataclass(frozen=True)
+class LeaveEarly(Fault):
+    """Sends its masked numbers, but is gone before the masks are removed, with a probability.
+
+    Only under secure aggregation, which must then do without its help; its numbers are in the sum.
+    """
+
+    probability: float
+    clients: Sequence[str] | None = None
+
+    name: ClassVar[str] = "leave-early"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_probability(self.probability)
+
+    def leaves(self, draw: float) -> bool:
+        """Whether a client leaves before the end of a sum."""
+        return draw < self.probability
+
+
 def _check_probability(probability: float) -> None:
     checks.not_below("probability", probability, 0)
     checks.at_most("probability", probability, 1)
@@ -242,20 +264,22 @@ def _check_probability(probability: float) -> None:
 
 FAULTS: dict[str, type[Fault]] = {
     fault.name: fault
-    for fault in (*(SignFlip, Noise, Scale, LabelFlip, LossLie, BadBuffers, NotANumber, NoUpdate, Dropout, Straggler),)
+    for fault in (
+        *(SignFlip, Noise, Scale, LabelFlip, LossLie, BadBuffers, NotANumber, NoUpdate, Dropout, Straggler, LeaveEarly),
+    )
 }
 
 
-class Faulty(Engine):
+class Faulty(Wrapped):
     """An engine whose clients have faults; without any at a client, its replies pass as they are."""
 
     def __init__(self, engine: Engine, faults: Sequence[Fault], steps: Mapping[str, Step], seed: int) -> None:
-        self._engine, self._faults, self._seed = engine, list(enumerate(faults)), seed
+        super().__init__(engine)
+        self.simulates_faults = True
+        self._faults, self._seed = list(enumerate(faults)), seed
         self._sends = {name: step.sends for name, step in steps.items()}
         self._who = [clients_of(fault, engine.names) for fault in faults]
         self._model: Tree = None  # as it was sent last
-        self.names, self.sizes, self.held_out = engine.names, engine.sizes, engine.held_out
-        self.is_leader, self.defers_replies = engine.is_leader, engine.defers_replies
 
     def run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
         sends = self._sends[step]
@@ -292,39 +316,17 @@ class Faulty(Engine):
         who = self._who[k]
         return who is None or client in who
 
+    def leaves_early(self, client: int, round: int) -> bool:
+        """Whether a client leaves before the end of a sum."""
+        return any(isinstance(fault, LeaveEarly) and fault.leaves(draw) for fault, draw in self._draws(client, round))
+
     def _draws(self, client: int, round: int) -> list[tuple[Fault, float]]:
         """The faults of a client and their draws, the same for all steps of a round."""
         return [
             (fault, rng.generator(self._seed, f"fault/{k}/{fault.name}", round, self.names[client]).random())
             for k, fault in self._faults
-            if isinstance(fault, Dropout | Straggler) and self._has(k, client)
+            if isinstance(fault, Dropout | Straggler | LeaveEarly) and self._has(k, client)
         ]
-
-    def run_deferred(
-        self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int
-    ) -> Callable[[], Replies]:
-        return self._engine.run_deferred(step, clients, message, round)
-
-    def states(self) -> dict[int, Tree]:
-        return self._engine.states()
-
-    def commit_round(self) -> None:
-        self._engine.commit_round()
-
-    def capture_states(self) -> Callable[[], dict[int, Tree]]:
-        return self._engine.capture_states()
-
-    def restore(self, states: Mapping[int, Tree]) -> None:
-        self._engine.restore(states)
-
-    def can_save(self, error: BaseException) -> bool:
-        return self._engine.can_save(error)
-
-    def broadcast(self, make: Callable[[], T]) -> T:
-        return self._engine.broadcast(make)
-
-    def finish(self, error: BaseException | None) -> None:
-        self._engine.finish(error)
 
 
 def check_faults(faults: object) -> tuple[Fault, ...]:

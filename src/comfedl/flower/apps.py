@@ -13,7 +13,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from comfedl.config.schema import parse_config, read_config
+from comfedl.config.schema import Config, parse_config, read_config
 from comfedl.data.federated import FederatedData
 from comfedl.data.outer_share import held_out, set_aside
 from comfedl.data.site_table import SiteTable
@@ -65,7 +65,9 @@ def server_app(config: str | Path | None = None, out: str | Path | None = None) 
     return app
 
 
-def client_app(data: Load, state: str | Path | None = None, mods: Sequence[Any] = ()) -> ClientApp:
+def client_app(
+    data: Load, state: str | Path | None = None, mods: Sequence[Any] = (), only_sums: bool = False
+) -> ClientApp:
     """A ClientApp that runs the client's steps of a method on this site's data.
 
     Args:
@@ -75,6 +77,7 @@ def client_app(data: Load, state: str | Path | None = None, mods: Sequence[Any] 
         state: the folder for the client's state between rounds; the key ``state`` of the node config overrides it.
             Default: comfedl-site in the working directory.
         mods: Flower mods, applied to every message.
+        only_sums: answer under secure aggregation alone, whatever the server's config says.
 
     If the node config names the site's private key (``key``), all replies are signed with it.
     """
@@ -104,6 +107,8 @@ def client_app(data: Load, state: str | Path | None = None, mods: Sequence[Any] 
     def table(message: Message, context: Context) -> Message:
         source = _load(data, context)
         question, _ = serialization.decode(message.content)
+        if only_sums:
+            raise ConfigError("This site takes part only under secure aggregation, but was asked about its own table.")
         if not isinstance(source, SiteTable):
             raise ConfigError("This site's data function does not give a table; use comfedl.flower.site_table.")
         summary = summarise(source, question, folder_of(context))
@@ -113,18 +118,27 @@ def client_app(data: Load, state: str | Path | None = None, mods: Sequence[Any] 
     def step(message: Message, context: Context) -> Message:
         body, tensors = serialization.decode(message.content)
         fed = data_asked(_load(data, context), body)
-        folder = folder_of(context)
-        engine = site_engine(str(body["config"]), fed)
-        content = run_steps(engine, StateStore(folder, fed.names[0], str(body["run"])), body, tensors)
-        return Message(content, reply_to=message)
+        store = StateStore(folder_of(context), fed.names[0], str(body["run"]))
+        if "secure" in body:
+            from comfedl.flower.secure_client import answer_securely  # needs the package cryptography
+
+            return Message(answer_securely(site_engine, store, fed, body, tensors), reply_to=message)
+        config = read_text(str(body["config"]))
+        if only_sums or config.secure is not None:
+            raise ConfigError("This site takes part only under secure aggregation, but was asked for its own update.")
+        return Message(run_steps(site_engine(config, fed), store, body, tensors), reply_to=message)
 
     return app
 
 
-def site_engine(text: str, fed: FederatedData) -> Embedded:
-    """An embedded engine for the site's only client, from a config in TOML."""
-    config = parse_config(tomllib.loads(text))
-    algorithm = config.make_algorithm()
+def read_text(text: str) -> Config:
+    """The config of a message."""
+    return parse_config(tomllib.loads(text))
+
+
+def site_engine(config: Config, fed: FederatedData) -> Embedded:
+    """An embedded engine for the site's only client."""
+    algorithm = config.make_method()
     if algorithm.weighs_on_outer and fed.outer is None:
         fed = set_aside(fed, config.outer_share, config.seed)
     model = config.make_model_for(fed.train.shape)

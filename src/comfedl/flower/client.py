@@ -42,6 +42,7 @@ class StateStore:
 
     def __init__(self, folder: Path, client: str, run: str) -> None:
         self._folder = folder / _own_name(folder, client) / file_name(run)
+        self.keys = self._folder.with_name(f"{file_name(run)}.keys.json")  # for secure aggregation
 
     def read(self, version: str) -> Tree | None:
         """The state of a version; None if it is missing."""
@@ -91,7 +92,7 @@ def run_steps(
     packer, answers, written = serialization.TensorPacker(), [], set()
     for request in body["asks"]:
         try:
-            reply, notes = _run_step(engine, store, request, serialization.unpack(request["message"], tensors))
+            reply, notes = run_step(engine, store, request, serialization.unpack(request["message"], tensors))
             written |= {str(notes[name]) for name in ("kept", "held") if name in notes}
             answers.append({"reply": packer.add(reply), **notes})
         except Diverged as error:
@@ -104,9 +105,10 @@ def run_steps(
     return serialization.encode({"answers": answers}, packer.record())
 
 
-def _run_step(
+def run_step(
     engine: Embedded, store: StateStore, request: Mapping[str, Any], message: Tree
 ) -> tuple[Tree, dict[str, Any]]:
+    """A step's reply, and what the site keeps of it."""
     step, round, use, version = str(request["step"]), int(request["round"]), request["use"], str(request["version"])
     if step in LOCAL_STEPS:
         raise MalformedMessage(f"the result of step {step!r} must not leave the site")

@@ -50,7 +50,7 @@ class SiteReplies(LocalReplies):
 
 
 @dataclass
-class _Request:
+class Request:
     """A step requested from some clients, and their replies; ``refused`` ones count against their clients."""
 
     step: str
@@ -64,9 +64,12 @@ class _Request:
     diverged: dict[int, Diverged] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     absent: dict[int, str] = field(default_factory=dict)
+    summed: Replies | None = None  # in place of the replies, under secure aggregation
 
     def result(self) -> Replies:
         """The replies. A site that says it diverged is refused; if all say so, the settings are at fault."""
+        if self.summed is not None:
+            return self.summed
         if self.diverged and self.diverged.keys() == {*self.clients}:
             raise self.diverged[min(self.diverged)]
         present = [client for client in self.clients if client in self.replies]
@@ -109,7 +112,7 @@ class Sites(Engine):
         self._grid, self._registry, self._config, self._run = grid, roll, config, run
         self._deadline, self._record, self._format = deadline, record or (lambda event: None), format
         self._process_id, self._requests = secrets.randbits(62), 0
-        self._waiting: _Request | None = None
+        self._waiting: Request | None = None
         self._held: dict[int, str] = {}  # state that clients hold within the current round
         self._round = 0
         self._versions: dict[int, Version] = {}
@@ -160,18 +163,18 @@ class Sites(Engine):
         self.commit_round()
         self._checkpointed.append(self._settled)
 
-    def _new(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> _Request:
+    def _new(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Request:
         if round != self._round:
             self._round, self._held = round, {}
         self._requests += 1
-        return _Request(step, clients, message, round, (round, self._requests, self._process_id), self._held)
+        return Request(step, clients, message, round, (round, self._requests, self._process_id), self._held)
 
-    def _send(self, requests: Sequence[_Request]) -> None:
+    def _send(self, requests: Sequence[Request]) -> None:
         """Send each client its part of the requests in one message, and collect the replies."""
         connected = self._registry.nodes()
         records: dict[tuple[int, ...], tuple[list[dict[str, Any]], Any]] = {}
         contents: dict[int, RecordDict] = {}
-        sent: dict[int, tuple[int, list[_Request]]] = {}
+        sent: dict[int, tuple[int, list[Request]]] = {}
         for client in sorted({client for request in requests for client in request.clients}):
             indices = tuple(k for k, request in enumerate(requests) if client in request.clients)
             node = connected.get(self.names[client])
@@ -180,17 +183,7 @@ class Sites(Engine):
                     requests[k].absent[client] = "it is not connected"
                 continue
             if indices not in records:  # clients with the same requests share one record
-                packer = serialization.TensorPacker()
-                parts = [
-                    {
-                        "step": request.step,
-                        "round": request.round,
-                        "version": _name(request.version),
-                        "message": packer.add(request.message),
-                    }
-                    for request in (requests[k] for k in indices)
-                ]
-                records[indices] = parts, packer.record()
+                records[indices] = packed([requests[k] for k in indices])
             parts, tensors = records[indices]
             sent[client] = node, [requests[k] for k in indices]
             contents[node] = serialization.encode(self._body(client, sent[client][1], parts), tensors)
@@ -205,7 +198,7 @@ class Sites(Engine):
             request.done = True
             self._report(request)
 
-    def _body(self, client: int, requests: Sequence[_Request], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _body(self, client: int, requests: Sequence[Request], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A message's text: the steps, the state to start from, and the states that may still be needed."""
         now = self._versions.get(client)
         use, held = None if now is None else _name(now), [request.held.get(client) for request in requests]
@@ -219,7 +212,7 @@ class Sites(Engine):
             "keep": sorted(keep | {hold for hold in held if hold}),
         }
 
-    def _accept(self, client: int, requests: Sequence[_Request], answer: Answer | MalformedMessage | str) -> None:
+    def _accept(self, client: int, requests: Sequence[Request], answer: Answer | MalformedMessage | str) -> None:
         """Store a site's answer, or the reason why there is none, in the requests."""
         parts: Any = None
         if isinstance(answer, tuple):
@@ -245,7 +238,7 @@ class Sites(Engine):
                 request.refused[client] = f"it cannot be read ({type(error).__name__})"
 
     def _accept_part(
-        self, client: int, request: _Request, part: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+        self, client: int, request: Request, part: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
         round, name = request.round, self.names[client]
         if "diverged" in part:
@@ -258,20 +251,40 @@ class Sites(Engine):
             request.absent[client] = serialization.shortened(part["error"])
         else:
             request.replies[client] = self._format.accepted(request.step, serialization.unpack(part["reply"], tensors))
-            if part.get("kept") == _name(request.version):
-                self._versions[client] = request.version
-            if part.get("held") == held_name(_name(request.version)):
-                self._held[client] = held_name(_name(request.version))
-            if part.get("anew"):
-                logger.warning("Site %r lost its state and starts from the initial one in round %d.", name, round)
+            self._note(client, request, part)
 
-    def _report(self, request: _Request) -> None:
+    def _note(self, client: int, request: Request, part: Mapping[str, Any]) -> None:
+        """Take note of what a site says that it keeps."""
+        if part.get("kept") == _name(request.version):
+            self._versions[client] = request.version
+        if part.get("held") == held_name(_name(request.version)):
+            self._held[client] = held_name(_name(request.version))
+        if part.get("anew"):
+            name, round = self.names[client], request.round
+            logger.warning("Site %r lost its state and starts from the initial one in round %d.", name, round)
+
+    def _report(self, request: Request) -> None:
         absent = {self.names[client]: reason.rstrip(".") for client, reason in sorted(request.absent.items())}
         for name, reason in absent.items():
             logger.warning("Round %d: site %r is left out of %r: %s.", request.round, name, request.step, reason)
         absent |= {self.names[client]: f"refused: {reason}" for client, reason in sorted(request.refused.items())}
         answered = [self.names[client] for client in sorted(request.replies)]
         self._record({"round": request.round, "step": request.step, "answered": answered, "absent": absent})
+
+
+def packed(requests: Sequence[Request]) -> tuple[list[dict[str, Any]], Any]:
+    """What all sites are asked alike, and the record with its tensors."""
+    packer = serialization.TensorPacker()
+    parts = [
+        {
+            "step": request.step,
+            "round": request.round,
+            "version": _name(request.version),
+            "message": packer.add(request.message),
+        }
+        for request in requests
+    ]
+    return parts, packer.record()
 
 
 def _name(version: Version) -> str:

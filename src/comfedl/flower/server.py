@@ -18,12 +18,13 @@ from comfedl.flower.engine import Sites
 from comfedl.flower.registry import KnownSites, SiteRegistry, read_shape
 from comfedl.flower.reply_format import ReplyFormat
 from comfedl.flower.site_keys import SiteKeys
-from comfedl.flower.site_tables import gather_encoding, saved_encoding, table_question, with_encoding
+from comfedl.flower.site_tables import gather_encoding, saved_encoding, table_question
 from comfedl.models.losses import is_balanced
 from comfedl.training.arguments import make_learner
 from comfedl.training.callbacks import Callback
 from comfedl.training.fit import fit_on
 from comfedl.training.result import Result
+from comfedl.training.secure_run import check_at_sites, codec_of
 from comfedl.utils.errors import ConfigError, RunFolderError
 from comfedl.utils.files import write_atomic
 from comfedl.utils.read_back import is_whole, read_object
@@ -107,7 +108,7 @@ def serve(
 
     Writes a checkpoint after every round by default: rounds over sites take seconds, so that costs little.
     """
-    options, algorithm = config.flower or FlowerTable(), config.make_algorithm()
+    options, algorithm = config.flower or FlowerTable(), config.make_method()
     attendance = Attendance(out, resume)
     share = config.outer_share if algorithm.weighs_on_outer else None
     known = attendance.load()
@@ -138,6 +139,13 @@ def serve(
         callbacks=[attendance, *callbacks],
     )
     run_options.check_clients(len(registry.names))
+    if config.secure is not None:
+        check_at_sites(config.secure, config.clients_per_round or len(registry.names))
+        if question:
+            raise ConfigError(
+                "Secure aggregation is asked for, but so are tables across sites, whose sites each send a summary of "
+                "their own table; encode them beforehand, or leave one of the two out."
+            )
     encoding = None
     if isinstance(config, SitesConfig) and question:
         encoding = saved_encoding(out) if resume else None
@@ -155,17 +163,15 @@ def serve(
     identity = to_toml({key: value for key, value in settings.items() if key not in ("flower", "rounds", "stop")})
     run_id = hashlib.blake2b(f"{identity}\0{out}".encode(), digest_size=8).hexdigest()
     format = ReplyFormat(algorithm.steps(), initial, frozenset(learner.metrics))
+    more = with_encoding(question, encoding)
+    sites = Sites(grid, registry, text, run_id, options.deadline, attendance.add, format=format, more=more)
+    if config.secure is not None:
+        from comfedl.flower.secure_engine import SecureSites  # needs the package cryptography
+
+        codec = codec_of(config.secure, algorithm, [*learner.metrics], len(registry.names))
+        sites = SecureSites(grid, registry, text, run_id, options.deadline, attendance.add, format=format, codec=codec)
     return fit_on(
-        Sites(
-            grid,
-            registry,
-            text,
-            run_id,
-            options.deadline,
-            attendance.add,
-            format=format,
-            more=with_encoding(question, encoding),
-        ),
+        sites,
         algorithm,
         initial,
         frozen,

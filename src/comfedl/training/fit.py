@@ -25,9 +25,10 @@ from comfedl.data.outer_share import set_aside
 from comfedl.data.tabular import Encoding
 from comfedl.data.transform import TransformFunction, check_transform, describe_transform
 from comfedl.engines import make_engine
-from comfedl.engines.faults import Fault, Faulty, check_faults, poisoned
+from comfedl.engines.faults import Fault, check_faults, poisoned
 from comfedl.models.losses import LossFunction, is_balanced
 from comfedl.models.metrics import describe_metrics
+from comfedl.secure.settings import SecureAggregation
 from comfedl.training import personal_models
 from comfedl.training.arguments import RequestedMetrics, add_metrics, check_fit, check_kinds, make_learner
 from comfedl.training.callbacks import Callback
@@ -40,6 +41,7 @@ from comfedl.training.options import AUTO, RunOptions
 from comfedl.training.private_run import make_release, spent
 from comfedl.training.result import Result
 from comfedl.training.run_folder import RunFolder
+from comfedl.training.secure_run import secured
 from comfedl.training.stopping import BEST, EarlyStopping
 from comfedl.training.worker_callback import WorkerCallback
 from comfedl.utils import tree
@@ -77,6 +79,7 @@ def fit(
     faults: Sequence[Fault] = (),
     transform: TransformFunction | Sequence[TransformFunction] | None = None,
     privacy: DP | None = None,
+    secure: SecureAggregation | None = None,
 ) -> Result:
     """Train a model over the clients' data.
 
@@ -117,6 +120,8 @@ def fit(
             ``cf.transform`` for some. It gets every batch that clients train on, as the data give it (a tensor, tuple
             or dict), and draws from the generator, so that a resume is exact. It never gets what clients are evaluated
             on, nor whole data that weights are computed from.
+        secure: simulate secure aggregation, ``cf.SecureAggregation()``: the server learns sums over the clients alone,
+            so that records have means only. Some methods and options need more, and are refused.
         engine_options: options of the engine, such as ``{"vectorize": "serial"}`` (see ``Embedded``).
         privacy: differential privacy of the clients, such as ``DP(clip=1.0, noise_multiplier=1.0, delta=1e-5)``.
 
@@ -147,6 +152,7 @@ def fit(
         outer_share=outer_share,
         faults=check_faults(faults),
         privacy=privacy,
+        secure=secure,
     )
     check_kinds(algorithm, fed)
     options.check_clients(len(fed))
@@ -154,7 +160,7 @@ def fit(
         raise ConfigError(
             'privacy is given, but loss has "balanced" weights, which count the labels of all clients; give numbers.'
         )
-    given = fed
+    method, given = options.as_run(algorithm), fed
     if algorithm.weighs_on_outer and fed.outer is None:
         fed = set_aside(fed, options.outer_share, options.seed)
     learner, initial, frozen = make_learner(model, loss, algorithm, metrics)
@@ -167,13 +173,15 @@ def fit(
         engine,
         held,
         learner,
-        algorithm.steps(),
+        method.steps(),
         options.seed,
-        algorithm.initial_client_state(initial),
+        method.initial_client_state(initial),
         engine_options,
         options.faults,
         check_transform(transform),
     )
+    if options.secure is not None:
+        clients = secured(clients, options.secure, method, [*learner.metrics], options.clients_per_round)
     asked = describe_metrics(metrics)
     settings = settings or {
         **{"loss": describe(loss), "metrics": asked},
@@ -184,7 +192,7 @@ def fit(
     module = model if isinstance(model, nn.Module) else None
     scorer = ClientScorer(learner, held, options.seed, reads=held.train.at_hand or options.engine != "distributed")
     return fit_on(
-        *(clients, algorithm, initial, frozen, data.contents(), settings, options, fed.encoding),
+        *(clients, method, initial, frozen, data.contents(), settings, options, fed.encoding),
         *(module, started, scorer, given.digest),
     )
 
@@ -215,7 +223,7 @@ def fit_on(
         digest: gives the digest of the data as they were given, by which ``evaluate`` knows them again.
     """
     started = time.perf_counter() if started is None else started
-    if options.faults and not isinstance(clients, Faulty):
+    if options.faults and not clients.simulates_faults:
         raise ConfigError(
             'faults are given, but clients at real sites have only their own; remove them, or use engine = "embedded".'
         )

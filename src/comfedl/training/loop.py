@@ -21,6 +21,7 @@ from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
 from comfedl.core.protocol import Engine, Replies
 from comfedl.core.reply_validation import ReplyValidator
+from comfedl.core.sums import SummedReplies
 from comfedl.training.callbacks import Callback
 from comfedl.training.checkpoint import Snapshot
 from comfedl.training.client_records import ClientRows, Evaluation, few_as_list
@@ -139,10 +140,10 @@ class Loop:
 
     def _evaluate(self, number: int, state: State, participation: Participation) -> Callable[[], None]:
         """Request the clients' scores; the returned function fetches and records them."""
-        model = self.algorithm.reported(state)
-        answers = self.engine.run_deferred("evaluate", self._evaluated, {"model": model}, number)
+        message = self.algorithm.evaluation(state)
+        answers = self.engine.run_deferred("evaluate", self._evaluated, message, number)
         shift = partial(self.algorithm.shift, state)
-        return partial(self._record, number, model, participation, answers, shift, self.traffic.so_far())
+        return partial(self._record, number, message["model"], participation, answers, shift, self.traffic.so_far())
 
     def _record(
         self,
@@ -154,6 +155,33 @@ class Loop:
         sent: Mapping[str, int],
     ) -> None:
         replies = self.validator.validate(number, self._evaluated, answers(), self.steps["evaluate"].sends)
+        found: Sequence[Row] = []
+        if isinstance(replies, SummedReplies):
+            row = self._row_of_sums(number, replies, participation)
+        else:
+            row, found = self._row_and_clients(number, replies, participation, shift)
+        row |= {**sent, **self._extra, **self._spent(number)}
+        for name in self.options.metrics:
+            if not any(client_statistics.base(key.rpartition(".")[0]) == name for key in row):
+                raise ConfigError(
+                    f"The metric {name!r} is asked for, but it is defined for no client in round {number} (most need "
+                    "samples of both classes at a client); leave it out of metrics."
+                )
+        self.observe(row, model)
+        self.rows.append(row)
+        if isinstance(found, Evaluation):
+            self.client_rows.add(found)
+        for callback in self.callbacks:
+            callback.evaluated(row, few_as_list(found))
+
+    def _row_and_clients(
+        self,
+        number: int,
+        replies: Replies,
+        participation: Participation,
+        shift: Callable[[Sequence[int], Sequence[str], NDArray[np.int64]], Tensor | None],
+    ) -> tuple[Row, Evaluation]:
+        """A round's record, and those of its clients."""
         weights: dict[int, float] = {}
         for client, weight in zip(participation.clients, participation.weights.tolist(), strict=True):
             weights[client] = weights.get(client, 0.0) + weight  # a client may be drawn several times
@@ -171,21 +199,17 @@ class Loop:
             "effective_clients": client_statistics.effective_clients(list(weights.values())),
             "weights_kl": client_statistics.divergence(list(weights.values())),
             "participants": len(weights),
-            **sent,
-            **self._extra,
-            **self._spent(number),
         }
-        for name in self.options.metrics:
-            if not any(client_statistics.base(key.rpartition(".")[0]) == name for key in row):
-                raise ConfigError(
-                    f"The metric {name!r} is asked for, but it is defined for no client in round {number} (most need "
-                    "samples of both classes at a client); leave it out of metrics."
-                )
-        self.observe(row, model)
-        self.rows.append(row)
-        self.client_rows.add(found)
-        for callback in self.callbacks:
-            callback.evaluated(row, few_as_list(found))
+        return row, found
+
+    def _row_of_sums(self, number: int, replies: SummedReplies, participation: Participation) -> Row:
+        """A round's record where only sums over the clients are known: means, without the clients' rows and weights."""
+        return {
+            "round": number,
+            **replies.columns(),
+            **({} if replies.objective is None else {"objective": replies.objective}),
+            "participants": len({*participation.clients}),
+        }
 
     def _spent(self, number: int) -> Row:
         """Epsilon and delta after this round, if there is a guarantee."""

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from comfedl.algorithms.base import Algorithm
+from comfedl.algorithms.summed import Summed
 from comfedl.core.privacy import DP
 from comfedl.engines import AT_SITES, ENGINES
 from comfedl.engines.faults import Fault
+from comfedl.secure.settings import SecureAggregation
 from comfedl.training.callbacks import Callback
+from comfedl.training.secure_run import check_secure
 from comfedl.training.stopping import EarlyStopping
 from comfedl.utils import checks
 from comfedl.utils.errors import ConfigError
@@ -49,6 +52,7 @@ class RunOptions:
     metrics: Sequence[str] = ()  # the names of those that were asked for
     faults: tuple[Fault, ...] = ()
     privacy: DP | None = None
+    secure: SecureAggregation | None = None
     gap: int = 1  # the rounds between evaluations if eval_every is "auto"; see ``evaluation_gap``
 
     def __post_init__(self) -> None:
@@ -79,6 +83,7 @@ class RunOptions:
                 f"privacy is {self.privacy!r}, but it must be None or like "
                 "DP(clip=1.0, noise_multiplier=1.0, delta=1e-5)."
             )
+        check_secure(self)
         for name in ("rounds", "seed"):  # convert NumPy integers
             object.__setattr__(self, name, int(getattr(self, name)))
 
@@ -105,12 +110,19 @@ class RunOptions:
                     "leave it out for all of them."
                 )
 
+    def as_run(self, algorithm: Algorithm) -> Algorithm:
+        """The method as this run has it: as rounds of sums, under secure aggregation."""
+        if self.secure is None:
+            return algorithm
+        return Summed.of(algorithm)
+
     def recorded(self, algorithm: Algorithm) -> dict[str, Any]:
         """The options that define a run of this method, as its config records them."""
         found = {name: getattr(self, name) for name in RECORDED}
         stop = None if self.stop is None else dict(vars(self.stop))
         found |= {"stop": stop} | {name: None if getattr(self, name) else False for name in SAVES}
         found |= {"faults": [describe(fault) for fault in self.faults] or None, "privacy": described(self.privacy)}
+        found |= {"secure_aggregation": None if self.secure is None else dict(vars(self.secure))}
         return found | ({} if algorithm.weighs_on_outer else {"outer_share": None})
 
 
@@ -119,6 +131,8 @@ def described(privacy: DP | None) -> dict[str, Any] | None:
     return None if privacy is None else {key: value for key, value in describe(privacy).items() if key != "name"}
 
 
-NOT_RECORDED = ("out", "resume", "force", "progress", "callbacks", "stop", "metrics", "faults", "privacy", "gap")
+NOT_RECORDED = (
+    *("out", "resume", "force", "progress", "callbacks", "stop", "metrics", "faults", "privacy", "secure", "gap"),
+)
 RECORDED = tuple(field.name for field in fields(RunOptions) if field.name not in NOT_RECORDED)
 """The options that a config may set."""

@@ -30,14 +30,16 @@ class Seen:
 
     metric: str
     mean: float
-    worst: float
+    worst: float | None
     worst_client: str | None
     heaviest_client: str | None
     heaviest_weight: float | None
 
     def __str__(self) -> str:
-        worst = "" if self.worst_client is None else f" ({_clipped(self.worst_client)})"
-        scores = f"{self.metric.replace('.', ' ')}: mean {self.mean:.3f}, worst {self.worst:.3f}{worst}"
+        scores = f"{self.metric.replace('.', ' ')}: mean {self.mean:.3f}"
+        if self.worst is not None:
+            worst = "" if self.worst_client is None else f" ({_clipped(self.worst_client)})"
+            scores += f", worst {self.worst:.3f}{worst}"
         if self.heaviest_client is None:
             return scores
         return f"{scores}; heaviest {_clipped(self.heaviest_client)} {self.heaviest_weight:.3f}"
@@ -49,7 +51,10 @@ def seen(row: Row, clients: Sequence[Row]) -> Seen | None:
     key = next((key for key in keys if f"{key}.mean" in row), None)
     if key is None:
         return None
-    mean, worst = (float(row[f"{key}.{kind}"] or 0.0) for kind in ("mean", "worst"))
+    mean = float(row[f"{key}.mean"] or 0.0)
+    if f"{key}.worst" not in row:  # only sums are known
+        return Seen(key, mean, None, None, None, None)
+    worst = float(row[f"{key}.worst"] or 0.0)
     values, weights = column(clients, key), column(clients, "weight")
     lowest = int(np.argmin(np.abs(np.nan_to_num(values - worst, nan=np.inf)))) if values.size else None
     heaviest = int(np.argmax(np.nan_to_num(weights))) if weights.size and np.nansum(weights) > 0 else None

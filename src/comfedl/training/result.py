@@ -30,6 +30,9 @@ ALL, OF_LIBRARY, CLOSED_FORMS = KINDS = ("all", "all but of one's own functions"
 MOST_NAMED = 1000  # with more clients, error messages do not look for similar names
 
 
+NO_CLIENTS = "The run has no scores of single clients, since under secure aggregation only means over them are known."
+
+
 @dataclass(repr=False)
 class Result:
     """The result of a run.
@@ -105,6 +108,8 @@ class Result:
         start, stop = self._last_rows()
         rows = self.clients[start:stop]
         available = splits_of(rows)
+        if not available:
+            raise ConfigError(NO_CLIENTS)
         chosen = split or available[0]
         checks.one_of("split", chosen, available)
         if len(rows) <= MOST_SCORED and self.scorer is not None and (chosen, kind) not in self.bounds:
@@ -134,6 +139,8 @@ class Result:
 
     def _about_clients(self) -> list[str]:
         start, stop = self._last_rows()
+        if start == stop:
+            return [NO_CLIENTS]
         if stop - start > MOST_SCORED:  # rows of all would take long, and much memory
             said = []
             for name in splits_of(self.clients[start : start + MOST_SCORED]):
@@ -174,8 +181,11 @@ class Result:
         if self.round and self.round != self.rounds[-1]["round"]:
             about.append(f"model of round {self.round}")
         if key:
-            mean, worst = number(float(row[f"{key}.mean"] or 0)), number(float(row[f"{key}.worst"] or 0))
-            about.append(f"{split} {measure.replace('_', ' ')} {mean} for the average client, {worst} for the worst")
+            found = {
+                kind: number(float(row[f"{key}.{kind}"] or 0)) for kind in ("mean", "worst") if f"{key}.{kind}" in row
+            }
+            worst = f", {found['worst']} for the worst" if "worst" in found else ""
+            about.append(f"{split} {measure.replace('_', ' ')} {found['mean']} for the average client{worst}")
         size = sum(part.numel() for part in self.params.values())
         if self.privacy is not None and self.privacy.epsilon is not None:
             about.append(f"epsilon {self.privacy.epsilon:.3g} at delta {self.privacy.delta:g}")
@@ -242,9 +252,8 @@ class Result:
             "rounds": self.rounds[-1]["round"],
             **(stop if early else {}),
             **client_statistics.nested(last),
-            "objective": last["objective"],
-            "effective_clients": last["effective_clients"],
-            **({"eval_clients": last["eval_clients"]} if "eval_clients" in last else {}),
+            # Under secure aggregation, not all of these are known.
+            **{name: last[name] for name in ("objective", "effective_clients", "eval_clients") if name in last},
             **({} if self.privacy is None else {"privacy": self.privacy.summary()}),
             "traffic": self.traffic,
             "seconds": round(self.seconds, 3),

@@ -10,6 +10,7 @@ from typing import Any
 from comfedl.config.schema import Config, parse_config, read_settings, with_changes, with_value
 from comfedl.core.client_statistics import smaller_is_better
 from comfedl.models.losses import REGRESSIONS
+from comfedl.training.secure_run import UNKNOWN
 from comfedl.tuning.paper_grids import paper_grid
 from comfedl.tuning.space import EXAMPLE, Choices, Space, check_space, grid_size, read_space
 from comfedl.utils import checks
@@ -82,13 +83,19 @@ def make_plan(
     """Read a config and its search space, and check everything that needs no data.
 
     The space is ``grid`` ("paper" or a file), ``space`` (a file), or else the table [tune] of the config. The default
-    metric is the worst client's validation accuracy, or its RMSE in a regression.
+    metric is the worst client's validation accuracy, or its RMSE in a regression; under secure aggregation the mean.
     """
     settings = {**with_changes(read_settings(path), changes)}
     config = parse_config(settings)
     tune_table = settings.pop("tune", None)
-    metric = metric or f"validation.{'rmse' if config.loss_name in REGRESSIONS else 'accuracy'}.worst"
+    statistic = "worst" if config.secure is None else "mean"
+    metric = metric or f"validation.{'rmse' if config.loss_name in REGRESSIONS else 'accuracy'}.{statistic}"
     _check_metric(metric)
+    if config.secure is not None and metric.rpartition(".")[2] in UNKNOWN:
+        raise ConfigError(
+            f"--metric is {metric!r}, but under secure aggregation only means over the clients are known; use "
+            f"{metric.rpartition('.')[0]}.mean."
+        )
     if sampler is not None:
         checks.one_of("sampler", sampler, SAMPLERS)
     checks.one_of("pruner", pruner, PRUNERS)

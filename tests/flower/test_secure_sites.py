@@ -1,0 +1,211 @@
+"""Secure aggregation over Flower's messages, without a network."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
+
+import torch
+from flwr.app import Message
+from torch import nn
+
+import comfedl as cf
+from comfedl.config.schema import Config, parse_config
+from comfedl.flower import serialization
+from comfedl.flower.apps import client_app
+from comfedl.flower.server import serve
+from comfedl.models.zoo import mlp
+from helpers.in_process import Change, InProcess, alone, grid_of
+
+SITES = 5
+KL = {"name": "comfedl", "outer": {"name": "kl", "gamma": 0.2}}
+
+
+def double(shape: Sequence[int], classes: int) -> nn.Module:
+    return mlp(shape, classes, hidden=(6,)).double()
+
+
+def config(algorithm: dict[str, Any] = KL, secure: dict[str, Any] | None = None, **more: Any) -> Config:
+    return parse_config({
+        "rounds": 3,
+        "seed": 3,
+        "data": {"name": "sites", "classes": 3},
+        "model": {"name": f"{__name__}:double"},
+        "algorithm": {**algorithm, "batch_size": 4, "local_steps": 3},
+        "flower": {"deadline": 0.3, "patience": 1.0},
+        "secure_aggregation": {} if secure is None else secure,
+        **more,
+    })  # fmt: skip
+
+
+@pytest.fixture
+def fed() -> cf.FederatedData:
+    generator = torch.Generator().manual_seed(0)
+
+    def data(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+        return x, torch.randint(3, (n,), generator=generator)
+
+    names = [f"site-{k}" for k in range(SITES)]
+    return cf.FederatedData({name: data(8 + 3 * k) for k, name in enumerate(names)}, {name: data(5) for name in names})
+
+
+def simulated(settings: Config, fed: cf.FederatedData) -> cf.Result:
+    model = settings.make_model(fed)
+    rounds = {"rounds": settings.rounds, "seed": settings.seed, "eval_every": settings.eval_every}
+    return cf.fit(model, fed, settings.make_algorithm(), **rounds, secure=settings.secure)
+
+
+def assert_same(one: cf.Result, other: cf.Result) -> None:
+    for name, part in one.params.items():
+        torch.testing.assert_close(part, other.params[name], rtol=0, atol=1e-10)
+    assert [row.keys() for row in one.rounds] == [row.keys() for row in other.rounds]
+    for ours, theirs in zip(one.rounds, other.rounds, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-9)
+
+
+def stage_of(message: Message) -> str:
+    body, _ = serialization.decode(message.content)
+    return str(body["secure"]["stage"]) if "secure" in body else "none"
+
+
+def silent(stage: str, group: str) -> Change:
+    """A site that does not answer this stage in a round."""
+
+    def change(message: Message, reply: Message) -> Message | None:
+        return None if (stage_of(message), message.metadata.group_id) == (stage, group) else reply
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"name": "fedavg"}, KL, {"name": "robust"}, {"name": "ditto"}, {"name": "fedavg", "clip_update_norm": 0.1}],
+    ids=["fedavg", "kl", "robust", "ditto", "clipped"],
+)
+def test_sites_end_where_a_simulation_does(algorithm: dict[str, Any], fed: cf.FederatedData, tmp_path: Path) -> None:
+    settings = config(algorithm)
+    assert_same(serve(grid_of(fed, tmp_path), settings), simulated(settings, fed))
+
+
+def test_a_round_takes_two_messages_at_each_site(fed: cf.FederatedData, tmp_path: Path) -> None:
+    grid = grid_of(fed, tmp_path)
+    stages: list[tuple[int, str, str]] = []
+    for node in grid.sites:
+        grid.tamper[node] = lambda message, reply, node=node: (
+            stages.append((node, message.metadata.group_id, stage_of(message))) or reply
+        )
+    serve(grid, config({"name": "fedavg"}))
+    first = next(iter(grid.sites))
+    count = Counter((group, stage) for node, group, stage in stages if node == first and stage != "none")
+    # The evaluation of the third round's model is an exchange of its own at the end.
+    assert count == {
+        **{("round 1", stage): 1 for stage in ("keys", "share")},
+        **{(f"round {k}", stage): 1 for k in (1, 2) for stage in ("mask", "unmask")},
+        **{("round 3", stage): 2 for stage in ("mask", "unmask")},
+    }
+
+
+def test_sites_that_drop_out_at_any_stage_are_left_out_and_come_back(fed: cf.FederatedData, tmp_path: Path) -> None:
+    grid = grid_of(fed, tmp_path / "states")
+    one, two, three, *_ = grid.sites
+    grid.tamper = {one: silent("share", "round 1"), two: silent("mask", "round 2"), three: silent("unmask", "round 3")}
+    # Of five sites four are needed: two thirds, rounded up.
+    result = serve(grid, config({"name": "fedavg"}, rounds=4), tmp_path / "run")
+    assert [row["participants"] for row in result.rounds] == [4, 4, 5, 5]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "sites.jsonl").read_text().splitlines()]
+    missing = {row["round"]: [*row["absent"]] for row in rows if row["step"] == "train"}
+    assert missing == {1: [grid.sites[one][1]["site"]], 2: [grid.sites[two][1]["site"]], 3: [], 4: []}
+
+
+def test_too_few_sites_end_the_run_in_a_sentence_and_it_resumes(fed: cf.FederatedData, tmp_path: Path) -> None:
+    out, grid = tmp_path / "run", grid_of(fed, tmp_path / "states")
+    one, two, *_ = grid.sites
+    grid.tamper = {one: silent("mask", "round 2"), two: silent("unmask", "round 2")}
+    settings = config({"name": "fedavg"})
+    with pytest.raises(cf.QuorumError, match=r"Round 2: only 3 of 5 sites helped to remove the masks .* needs 4"):
+        serve(grid, settings, out)
+    grid.tamper = {}
+    resumed = serve(grid, settings, out, resume=True)  # from round 1, with new keys
+    assert_same(resumed, simulated(settings, fed))
+
+
+def test_no_site_s_words_travel_without_masks(fed: cf.FederatedData, tmp_path: Path) -> None:
+    """With masks off the words are what the codec writes; with masks on none of them is on the wire."""
+    from comfedl.flower import secure_client
+
+    plain: list[bytes] = []
+    before = secure_client.SecureSite.mask
+
+    def watched(self: Any, ask: Any, task: bytes, parts: Any) -> Any:
+        plain.extend(part.tobytes()[8 * k : 8 * k + 16] for part in parts[:1] for k in range(0, len(part) - 2, 5))
+        return before(self, ask, task, parts)
+
+    grid = grid_of(fed, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secure_client.SecureSite, "mask", watched)
+        serve(grid, config({"name": "fedavg"}))
+    telling = [words for words in plain if len({*words}) > 8]  # not a few zeros, which are anywhere
+    assert len(telling) > 30
+    assert not any(words in carried for words in telling for carried in grid.bytes)
+
+
+def test_private_keys_are_the_site_s_alone(fed: cf.FederatedData, tmp_path: Path) -> None:
+    grid = grid_of(fed, tmp_path)
+    serve(grid, config({"name": "fedavg"}))
+    kept = sorted(tmp_path.glob("*/*.keys.json"))
+    assert len(kept) == SITES
+    for path in kept:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        state = json.loads(path.read_text())
+        secrets = [state["secret"], *(own[key] for own in state["exchanges"].values() for key in own if key == "seed")]
+        assert secrets
+        assert not any(secret.encode() in carried for secret in secrets for carried in grid.bytes)
+
+
+def test_a_site_can_insist_on_secure_aggregation(fed: cf.FederatedData, tmp_path: Path) -> None:
+    app = client_app(lambda node: alone(fed, node["site"]), tmp_path, only_sums=True)
+    grid = InProcess({k: (app, {"site": name}) for k, name in enumerate(fed.names, start=1)})
+    plain = config({"name": "fedavg"}).model_copy(update={"secure_aggregation": None})
+    with pytest.raises(cf.QuorumError):
+        serve(grid, plain)
+    serve(grid, config({"name": "fedavg"}))
+
+
+def test_a_server_that_tells_sites_different_things_gets_noise(fed: cf.FederatedData, tmp_path: Path) -> None:
+    """Here one site is told of another number of samples to weigh by, and the sum is of no use."""
+    grid = grid_of(fed, tmp_path)
+    app, settings = grid.sites[next(iter(grid.sites))]
+
+    class Misled:
+        def __call__(self, message: Message, context: Any) -> Message:
+            if stage_of(message) == "mask":
+                body, tensors = serialization.decode(message.content)
+                packer = serialization.TensorPacker()
+                for request in body["asks"]:
+                    tree = serialization.unpack(request["message"], tensors)
+                    request["message"] = packer.add({**tree, "reference": tree["reference"] * 1000})
+                changed = serialization.encode(body, packer.record())
+                message.content.update(changed)
+            return app(message, context)
+
+    grid.sites[next(iter(grid.sites))] = (Misled(), settings)  # type: ignore[assignment]
+    with pytest.warns(Warning):  # numbers of clipped values that no honest sum has
+        result = serve(grid, config({"name": "fedavg"}, rounds=1))
+    honest = simulated(config({"name": "fedavg"}, rounds=1), fed)
+    assert max(float((result.params[name] - part).abs().max()) for name, part in honest.params.items()) > 1e-3
+
+
+def test_masks_cannot_be_left_out_at_real_sites(fed: cf.FederatedData, tmp_path: Path) -> None:
+    with pytest.raises(cf.ConfigError, match="masks is false"):
+        serve(grid_of(fed, tmp_path), config(secure={"masks": False}))
+    with pytest.raises(cf.ConfigError, match="3 sites or more"):
+        serve(grid_of(fed, tmp_path), config(clients_per_round=2))
