@@ -2,11 +2,10 @@
 
 ``ratio``: rounds per second on disk over rounds per second in memory, for 100 of 1,000 clients of a federation of 3 GB
 (``--gb``). Both run in this process, in turns of a few rounds, after one turn each that fills the page cache. All of
-``memory_mb`` is far less than the data, so that they are read again in every round.
+``memory_mb`` is far less than the data, and only what a round draws is read, again in every round.
 
-``large``: a federation of 20 GB in a sparse file, which takes no space on the disk: an MLP is trained for a few rounds
-and evaluated once at every client, in a process of its own. The peak of its resident memory counts pages that are
-mapped from files.
+``large``: a federation of 20 GB, of which an MLP is trained for a few rounds and evaluated once at every client, in a
+process of its own. The peak of its resident memory counts pages that are mapped from files.
 """
 
 from __future__ import annotations
@@ -42,18 +41,11 @@ def samples_in(gb: float) -> int:
     return round(gb * 1e9 / (4 * np.prod(SHAPE) * CLIENTS))
 
 
-def write(folder: Path, gb: float, sparse: bool) -> None:
-    """x and y of all clients, in one file each."""
+def write(folder: Path, gb: float) -> None:
+    """x and y of all clients, in one file each; x is all zeros and takes no space on the disk."""
     count = samples_in(gb) * CLIENTS
-    x = np.lib.format.open_memmap(folder / "x.npy", mode="w+", dtype=np.float32, shape=(count, *SHAPE))
-    y = np.lib.format.open_memmap(folder / "y.npy", mode="w+", dtype=np.int64, shape=(count,))
-    rng = np.random.default_rng(0)
-    y[:] = rng.integers(0, CLASSES, count)
-    if not sparse:
-        for start in range(0, count, 10_000):
-            x[start : start + 10_000] = rng.standard_normal(x[start : start + 10_000].shape, dtype=np.float32)
-    x.flush()
-    y.flush()
+    np.lib.format.open_memmap(folder / "x.npy", mode="w+", dtype=np.float32, shape=(count, *SHAPE)).flush()
+    np.save(folder / "y.npy", np.random.default_rng(0).integers(0, CLASSES, count))
 
 
 def federation(folder: Path, lazy: bool) -> cf.FederatedData:
@@ -87,7 +79,7 @@ def train(fed: cf.FederatedData, model: nn.Module, rounds: int, eval_clients: in
 
 
 def ratio(folder: Path, gb: float, rounds: int, repeats: int, models: Sequence[str]) -> dict[str, Any]:
-    write(folder, gb, sparse=False)
+    write(folder, gb)
     feds = {"memory": federation(folder, False), "disk": federation(folder, True)}
     found: dict[str, Any] = {"gb": gb, "memory_mb": MEMORY_MB, "load": os.getloadavg()[0]}
     for name in models:
@@ -108,7 +100,7 @@ def ratio(folder: Path, gb: float, rounds: int, repeats: int, models: Sequence[s
 
 
 def large(folder: Path, gb: float, rounds: int) -> dict[str, Any]:
-    write(folder, gb, sparse=True)
+    write(folder, gb)
     command = [sys.executable, "-m", "benchmarks.on_disk", "--train", str(folder), "--rounds", str(rounds)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

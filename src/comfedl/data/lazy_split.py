@@ -129,7 +129,7 @@ class LazySplit(Split):
     def ready(self, positions: IntArray) -> tuple[Split, IntArray]:
         distinct, places = np.unique(positions.reshape(-1), return_inverse=True)
         parts = [self._take(i, rows) for i, rows in self._by_client(distinct)]
-        x, y = (samples.cat([pair[k] for pair in parts]) for k in (0, 1))
+        x, y = parts[0] if len(parts) == 1 else (samples.cat([pair[k] for pair in parts]) for k in (0, 1))
         return Split(x, y, (), np.array([0, len(distinct)])), places.reshape(positions.shape)
 
     def y_of(self, i: int) -> Samples:

@@ -19,7 +19,7 @@ from comfedl.data.lazy_split import LazySplit
 from comfedl.data.transform import TransformFunction
 from comfedl.engines.stacked import Ragged
 from comfedl.engines.transformed import Changes, TransformedBatches
-from comfedl.utils import rng, samples
+from comfedl.utils import rng, samples, tree
 from comfedl.utils.samples import Samples
 
 IntArray = NDArray[np.int64]
@@ -109,6 +109,33 @@ class LazyBatches(Sequence[Batch]):
         if isinstance(part, Tensor):  # the common case, made fast
             return part.index_select(0, self._rows[k]).view(*self._shape, *part.shape[1:])
         return samples.shaped(samples.select(part, self._rows[k]), self._shape)
+
+
+class JoinedBatches(LazyBatches):
+    """The batches of several clients, whose samples were read apart; they are stacked when they are accessed.
+
+    Copying all clients' samples together first would take as long as reading them.
+    """
+
+    def __init__(self, parts: Sequence[LazyBatches]) -> None:
+        self._parts, self._latest = parts, None
+        self._shape = len(parts), *parts[0]._shape
+        self._rows = parts[0]._rows
+
+    def iterate(self, buffer: BatchBuffer) -> Iterator[Batch]:
+        x: Tensor = self._parts[0]._split.x
+        out = buffer.of((math.prod(self._shape), *x.shape[1:]), x).view(*self._shape, *x.shape[1:])
+        for k in range(len(self)):
+            for place, part in zip(out, self._parts, strict=True):
+                torch.index_select(part._split.x, 0, part._rows[k], out=place)
+            yield out, self._stacked_y(k)
+
+    def _gathered(self, k: int) -> Batch:
+        x = tree.map(lambda *own: torch.stack(own), *(part._of(part._split.x, k) for part in self._parts))
+        return x, self._stacked_y(k)
+
+    def _stacked_y(self, k: int) -> Samples:
+        return tree.map(lambda *own: torch.stack(own), *(part._y(k) for part in self._parts))
 
 
 class BatchSampler:
@@ -247,8 +274,10 @@ class StepBatches:
         if split is None or sizes[0] == NO_DATA:
             return ()
         if sizes[0] == SAMPLED:
-            places = self._places[name][plan.samplers[name].place[ks]].transpose(1, 0, 2)
-            return LazyBatches(*split.ready(places))
+            places = self._places[name][plan.samplers[name].place[ks]]
+            if split.at_hand:
+                return LazyBatches(split, places.transpose(1, 0, 2))
+            return JoinedBatches([LazyBatches(*split.ready(own)) for own in places])
         x, y = split.samples_of_all(self.clients[ks])
         if (sizes == sizes[0]).all():
             shape = (len(ks), int(sizes[0]))
