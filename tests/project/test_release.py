@@ -32,6 +32,8 @@ PYTHONS = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
 
 def test_the_changelog_begins_with_this_version_and_a_date() -> None:
     versions = re.findall(r"^## (\S+)(?: \((\S+)\))?$", CHANGELOG, re.MULTILINE)
+    if versions[0][0] == "Unreleased":  # what comes after this version
+        versions = versions[1:]
     assert versions[0][0] == cf.__version__
     assert date.fromisoformat(versions[0][1])
     numbers = [Version(number) for number, _ in versions]
