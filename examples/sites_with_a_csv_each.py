@@ -26,7 +26,7 @@ AT_SITES = TRAINING.format(
 name = "sites"
 target = "ill"
 classes = ["no", "yes"]
-min_count = 5  # nobody speaks of fewer rows than that
+min_count = 5  # sites report nothing about fewer rows
 columns = { age = [0, 120], ward = ["surgery", "medicine"], smoker = "flag" }
 """
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,13 +257,10 @@ def test_an_option_that_does_not_go_with_it_is_refused(options: dict[str, Any], 
 
 
 def test_differential_privacy_does_not_go_with_it_yet() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class WithPrivacy(RunOptions):
-        privacy: object = None
-
-    WithPrivacy(privacy="some")
+    privacy = cf.DP(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    RunOptions(privacy=privacy)
     with pytest.raises(cf.ConfigError, match="differential privacy are both asked for"):
-        WithPrivacy(privacy="some", secure=SECURE)
+        RunOptions(privacy=privacy, secure=SECURE)
 
 
 @pytest.mark.parametrize("value", [{"bits": 16}, {"clip": 0.0}, {"masks": 1}, {"threshold": 0.2}])

@@ -14,11 +14,12 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from typer.testing import CliRunner
 
 import comfedl as cf
 from comfedl.cli.main import app as command_line
+from comfedl.flower import serialization
 from comfedl.flower.certs import add_sites, make_certs, revoke, rotate
 from comfedl.flower.server import serve
 from comfedl.flower.site_keys import SIGNATURE, read_private, read_site_keys, sign
@@ -127,7 +128,7 @@ def resigned(key: Path) -> Tamper:
     return tamper
 
 
-@pytest.mark.parametrize("attack", ["altered", "replayed", "resigned", "unsigned"])
+@pytest.mark.parametrize("attack", ["altered", "garbled", "replayed", "resigned", "unsigned"])
 def test_every_reply_is_signed(
     attack: str, three_clients: cf.FederatedData, tmp_path: Path, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,7 +144,17 @@ def test_every_reply_is_signed(
         forged.content[SIGNATURE] = signature
         return forged
 
-    tampers = {"altered": changed, "replayed": replayed(), "resigned": resigned(keys / "c.key"), "unsigned": unsigned}
+    def garbled(message: Message, reply: Message) -> Message:
+        reply.content[serialization.TEXT] = ConfigRecord({"json": '{"answers": '})
+        return reply
+
+    tampers = {
+        "altered": changed,
+        "garbled": garbled,
+        "replayed": replayed(),
+        "resigned": resigned(keys / "c.key"),
+        "unsigned": unsigned,
+    }
     grid = signing(three_clients, tmp_path, keys)
     if attack == "replayed":
         tamper = tampers["replayed"]
@@ -241,6 +252,22 @@ def test_a_site_whose_key_was_registered_late_gets_in(
     assert took_part[5] == took_part[6] == ["a", "c"] and took_part[10] == ["a", "b", "c"]
 
 
+def test_a_site_that_is_started_again_with_its_key_gets_in(
+    three_clients: cf.FederatedData, tmp_path: Path, keys: Path
+) -> None:
+    """A SuperNode keeps its number when it is started again, so its refusal must not be for ever."""
+    grid = signing(three_clients, tmp_path, keys)
+    serve(grid, settings(keys), tmp_path / "run")
+    node = only(grid, "b")
+    app, node_config = grid.sites[node]
+    grid.sites[node] = app, {name: value for name, value in node_config.items() if name != "key"}
+    stops, starts = At(5, lambda: grid.sites.pop(node)), At(6, lambda: grid.sites.update({node: (app, node_config)}))
+    longer = config(rounds=10, flower=settings(keys).flower.model_dump())
+    serve(grid, longer, tmp_path / "run", resume=True, callbacks=[stops, starts])
+    took_part = {row["round"]: row["answered"] for row in rows(tmp_path / "run") if row["step"] == "train"}
+    assert took_part[5] == took_part[6] == ["a", "c"] and took_part[10] == ["a", "b", "c"]
+
+
 def test_a_damaged_file_of_keys_changes_nothing_in_a_run(
     three_clients: cf.FederatedData, tmp_path: Path, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -283,7 +310,7 @@ def test_without_keys_the_log_says_that_names_are_believed(
 ) -> None:
     with caplog.at_level(logging.INFO, "comfedl"):
         serve(grid_of(three_clients, tmp_path), config(rounds=1))
-    assert "Sites are who they say they are: bind their names to keys with flower.keys" in caplog.text
+    assert "The names of sites are not verified: bind them to keys with flower.keys" in caplog.text
 
 
 # The keys themselves.

@@ -14,9 +14,9 @@ from test_flower import assert_same
 
 import comfedl as cf
 from comfedl.config.schema import Config, parse_config
-from comfedl.flower.local_trial import _save_site, load_site
 from comfedl.flower.registry import read_shape
 from comfedl.flower.server import serve
+from comfedl.flower.site_file import load_site, save_site
 from comfedl.utils import samples, tree
 from helpers.in_process import alone, grid_of
 from helpers.inputs import CASES, MODELS, rolled
@@ -79,7 +79,7 @@ def test_a_resumed_run_at_sites(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_data_of_a_local_trial(name: str, tmp_path: Path) -> None:
     fed = CASES[name].data()
-    _save_site(tmp_path / "site", fed, "b")
+    save_site(tmp_path / "site", fed, "b")
     found = load_site({"data": str(tmp_path / "site")})
     wanted = alone(fed, "b")
     for split in ("train", "validation"):

@@ -45,8 +45,8 @@ def test_drawn_configs_cover_the_methods_and_most_of_them_are_valid() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork and /proc")
 def test_a_soak(tmp_path: Path) -> None:
-    """Five minutes of python -m benchmarks.soak; COMFEDL_SOAK=60 for an hour."""
-    minutes = os.environ.get("COMFEDL_SOAK", "5")
+    """Three minutes of python -m benchmarks.soak; COMFEDL_SOAK=60 for an hour."""
+    minutes = os.environ.get("COMFEDL_SOAK", "3")
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.soak", "--minutes", minutes, "--engines", "embedded", "distributed"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""A site's part: Flower's quickstart, and one more metric, the loss of the model that came (marked with <--)."""
+"""A site's part: Flower's quickstart, and one more metric, the loss of the received model (marked with <--)."""
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp

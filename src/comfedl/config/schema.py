@@ -359,6 +359,11 @@ class SitesConfig(Config):
 
     def check(self) -> None:
         super().check()
+        if self.secure_aggregation is not None and self.data.has_tables:
+            raise ConfigError(
+                "secure_aggregation is asked for, but data.columns is as well, with which each site sends a summary of "
+                "its own table; encode the tables beforehand, or leave one of the two out."
+            )
         self.table_spec()
 
     def table_spec(self) -> TableSpec | None:

@@ -68,12 +68,18 @@ def add_sites(folder: Path, sites: Sequence[str]) -> list[Path]:
     for site in sites:
         files |= _new_key(site)
     written = _write(folder, files)
-    write_site_keys(folder / SITES, known | {site: files[f"{site}.pub"].decode() for site in sites})
+    try:
+        write_site_keys(folder / SITES, known | {site: files[f"{site}.pub"].decode() for site in sites})
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
     return [*written, folder / SITES]
 
 
 def rotate(folder: Path, site: str) -> list[Path]:
     """Give a site a new key; the old one is kept under another name, and the other sites keep theirs."""
+    _check_names([site])
     known = _known_sites(folder)
     _check_known(folder, site, known)
     files = _new_key(site)
@@ -85,6 +91,7 @@ def rotate(folder: Path, site: str) -> list[Path]:
 
 def revoke(folder: Path, site: str) -> list[Path]:
     """Take a site out of sites.json; its key is kept under another name."""
+    _check_names([site])
     known = _known_sites(folder)
     _check_known(folder, site, known)
     with _set_aside(folder, site):

@@ -51,8 +51,10 @@ def exchange(
             expired = reply.has_error() and reply.error.code == EXPIRED
             answers[node] = timed_out if expired else _answer(reply, limits[node])
             answer = answers[node]
-            if check is not None and isinstance(answer, tuple):
-                answers[node] = check(node, contents[node], reply.content, answer[0]) or answer
+            if check is not None and not reply.has_error() and not isinstance(answer, str):
+                # One that cannot be read is held against the site only if the site has signed it.
+                body = answer[0] if isinstance(answer, tuple) else {}
+                answers[node] = check(node, contents[node], reply.content, body) or answer
     for node in nodes:
         if node not in answers:
             answers[node] = timed_out if node in waiting.values() else "the message could not be sent"

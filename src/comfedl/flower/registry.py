@@ -24,7 +24,8 @@ logger = logging.getLogger("comfedl")
 
 # All in seconds.
 IDENTIFY_TIMEOUT = 120.0  # the most a node gets to identify itself, since all others wait meanwhile
-RETRY_AFTER = 600.0  # until a node that used up that time is asked again
+RETRY_AFTER = 600.0  # until a node that used up that time, or was refused for its key, is asked again in a run
+RETRY_AT_START = 60.0  # and while the run waits for its sites
 POLL_INTERVAL = 2.0  # between checks for missing sites
 
 MAX_SAMPLES = 10**9  # more than that a site cannot claim to have
@@ -119,6 +120,9 @@ class SiteRegistry:
     def nodes(self) -> dict[str, int]:
         """The node of every connected site; new nodes are asked to identify themselves."""
         online = set(self._grid.get_node_ids())
+        for node in self._claims.keys() - online:  # it may come back with the right key
+            del self._claims[node]
+            self._retry_at.pop(node, None)
         self._forget_changed_keys()
         connected = {name for node, name in self._site_of.items() if name is not None and node in online}
         now = time.monotonic()
@@ -140,7 +144,7 @@ class SiteRegistry:
                 reason = serialization.shortened(answer[0]["error"]) if isinstance(answer, tuple) else str(answer)
                 if node in self._claims:
                     self._refuse(node, self._claims[node], reason)
-                    self._site_of[node] = None
+                    self._retry_at[node] = time.monotonic() + (RETRY_AFTER if self._started else RETRY_AT_START)
                     continue
                 logger.warning("Node %d does not identify itself: %s.", node, reason)
                 if self._started and time.monotonic() - now >= self._deadline:
@@ -157,6 +161,8 @@ class SiteRegistry:
         """Why a node's reply is not by the site that it claims to be; None if it is, or if names have no keys."""
         if self._keys is None or "error" in body:
             return None
+        if self._site_of.get(node) is None and "name" not in body:  # its reply cannot be read, so it names nobody
+            return "its reply cannot be read"
         name = self._site_of.get(node) or str(body.get("name"))[:MAX_NAME]
         fault = self._keys.fault(name, node, question, reply)
         if fault is not None and node not in self._site_of:
@@ -169,9 +175,9 @@ class SiteRegistry:
         for name in changed:
             logger.warning("The key of site %r has changed: its node must identify itself again.", name)
         if changed:
-            self._site_of = {
-                node: site for node, site in self._site_of.items() if site not in changed and node not in self._claims
-            }
+            self._site_of = {node: site for node, site in self._site_of.items() if site not in changed}
+            for node in self._claims:
+                self._retry_at.pop(node, None)
             self._claims = {}
 
     def _refuse(self, node: int, name: str, why: str) -> None:

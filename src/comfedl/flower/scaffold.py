@@ -28,7 +28,9 @@ def write_app(folder: Path, name: str, files: Mapping[str, str]) -> None:
     package = name.replace("-", "_").lower()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunFolderError(f"{folder} already exists; give the name of a new folder.")
-    required = {path: _template(path) for path in ("pyproject.toml", "LICENSE")} | {"PACKAGE/__init__.py": ""}
+    required = {path: _template(path) for path in ("pyproject.toml", "LICENSE", ".gitignore")} | {
+        "PACKAGE/__init__.py": ""
+    }
     created = not folder.exists()
     try:
         (folder / package).mkdir(parents=True)

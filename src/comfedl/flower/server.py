@@ -114,7 +114,7 @@ def serve(
     known = attendance.load()
     keys = None if options.keys is None else SiteKeys(Path(options.keys).expanduser())
     if keys is None:
-        logger.warning("Sites are who they say they are: bind their names to keys with flower.keys (docs/flower.md).")
+        logger.warning("The names of sites are not verified: bind them to keys with flower.keys (docs/flower.md).")
     question = table_question(config)
     registry = SiteRegistry(
         grid,
@@ -141,11 +141,6 @@ def serve(
     run_options.check_clients(len(registry.names))
     if config.secure is not None:
         check_at_sites(config.secure, config.clients_per_round or len(registry.names))
-        if question:
-            raise ConfigError(
-                "Secure aggregation is asked for, but so are tables across sites, whose sites each send a summary of "
-                "their own table; encode them beforehand, or leave one of the two out."
-            )
     encoding = None
     if isinstance(config, SitesConfig) and question:
         encoding = saved_encoding(out) if resume else None
@@ -159,6 +154,8 @@ def serve(
     learner, initial, frozen = make_learner(model, loss, algorithm, config.make_metrics(), config.task)
     settings = settings_at_sites(config)
     text = to_toml(sent_to_sites(settings))
+    if "flower" in settings:  # where the keys are is of this start of the server, not of the run
+        settings["flower"] = {key: value for key, value in settings["flower"].items() if key != "keys"}
     # A longer run is the same run: its clients keep their states.
     identity = to_toml({key: value for key, value in settings.items() if key not in ("flower", "rounds", "stop")})
     run_id = hashlib.blake2b(f"{identity}\0{out}".encode(), digest_size=8).hexdigest()

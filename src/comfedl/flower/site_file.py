@@ -40,7 +40,7 @@ def save_site(path: Path, fed: FederatedData, name: str, sources: str = "") -> N
         if part is not None and name in part:
             places[split] = tree.map(keep, part[name])
     about = {"site": name, "places": json.dumps(places), "sources": sources}
-    write_atomic(path, save(tensors, about))
+    write_atomic(path, save(tensors, about), private=True)
 
 
 def load_site(node: Mapping[str, Any]) -> FederatedData:

@@ -115,7 +115,7 @@ class SiteKeys:
             return 'it has no signature; name the site\'s private key in the node config (key="...")'
         try:
             key.verify(given, signed_part(node, question, reply), HASH)
-        except (InvalidSignature, KeyError, ValueError):
+        except (InvalidSignature, KeyError, ValueError, TypeError, AttributeError):  # a reply may hold anything
             return f"its signature is not by the key of {name!r}"
         return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -77,7 +78,7 @@ def summarise(table: SiteTable, body: Mapping[str, Any], folder: Path) -> dict[s
     logger.warning("Site %r sends of its table: %s.", table.name, told(summary))  # a SuperNode shows no less
     folder.mkdir(parents=True, exist_ok=True)
     line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "site": table.name, **summary.to_dict()}
-    with (folder / SENT).open("a", encoding="utf-8") as file:
+    with open(os.open(folder / SENT, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     return summary.to_dict()
 

@@ -32,11 +32,13 @@ def sync(file: IO[bytes] | IO[str]) -> None:
     os.fsync(file.fileno())
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see the old content or the new one."""
+def write_atomic(path: Path, content: bytes, private: bool = False) -> None:
+    """Write a file atomically: readers see the old content or the new one. Only the owner can read a private one."""
     temporary = path.with_name(f"{_partial_prefix(path.name)}{os.getpid()}")
     try:
         with temporary.open("wb") as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)
             file.write(content)
             sync(file)
         os.replace(temporary, path)
