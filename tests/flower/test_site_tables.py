@@ -107,6 +107,11 @@ def site_config(task: str = "classification", data: Mapping[str, Any] | None = N
     })  # fmt: skip
 
 
+def test_tables_do_not_go_with_secure_aggregation() -> None:
+    with pytest.raises(cf.ConfigError, match=r"secure_aggregation is asked for, but data\.columns is as well"):
+        site_config(secure_aggregation={})
+
+
 def joined_config(folder: Path, task: str = "classification", **more: Any) -> Config:
     other = "stay" if task == "classification" else "ill"
     data = {"name": "csv", "path": str(folder / "joined.csv"), "client": "hospital", **TASKS[task]}
