@@ -193,6 +193,7 @@ class TableSource(Source):
 
     def identity(self) -> Iterator[Any]:
         yield self._columns.identity
-        yield self._encoding.to_dict()
+        # Without the client's column, which a run's folder does not keep for a folder of tables.
+        yield replace(self._encoding, client=None).to_dict()
         yield torch.from_numpy(self._y)
         yield torch.from_numpy(np.concatenate(self._rows))

@@ -26,10 +26,16 @@ class Source(ABC):
     Attributes:
         sizes: how many samples each client has.
         by_sample: whether a few samples of a client are read faster than all of them.
+        runs_code: whether samples are read by code of the user's, which may draw random numbers.
     """
 
     sizes: IntArray
     by_sample = True
+    runs_code = False
+
+    def reading_draws(self, i: int, who: str) -> bool:
+        """Whether reading the i-th client's samples draws from the global random generators; tried out once."""
+        return False
 
     @abstractmethod
     def read(self, i: int, rows: IntArray, who: str) -> Batch:

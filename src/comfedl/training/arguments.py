@@ -249,12 +249,21 @@ def _check_some_count(loss: object, data: FederatedData) -> None:
         return
     for name in ("train", "validation", "test", "outer"):
         split = data.split(name, instead="none")
-        if split is not None and split.at_hand:  # of samples on disk only a part may have been read
-            split.check_each(partial(_check_some_count_of, name, loss))
+        if split is None or (split.at_hand and _all_count(loss, split.y)):
+            continue
+        split.check_each(partial(_check_some_count_of, name, loss))
 
 
-def _check_some_count_of(split: str, loss: nn.CrossEntropyLoss, client: str, targets: Tensor) -> None:
-    if len(targets) and not share(loss, targets):
+def _all_count(loss: nn.CrossEntropyLoss, targets: Tensor) -> bool:
+    """Whether every target counts, so that no client has to be looked at."""
+    if targets.is_floating_point():  # probabilities of the classes
+        return True
+    weighted = loss.weight is not None and bool((loss.weight <= 0).any())
+    return not weighted and not bool((targets == loss.ignore_index).any())
+
+
+def _check_some_count_of(split: str, loss: nn.CrossEntropyLoss, client: str, targets: Tensor, whole: bool) -> None:
+    if whole and len(targets) and not share(loss, targets):
         raise DataError(
             f"No target of client {client!r} in {split} counts for {loss!r}: all are {loss.ignore_index} or of "
             "classes with a weight of 0, so there is nothing to predict; give it some, or leave it out."
@@ -282,7 +291,11 @@ def _check_numbers(binary: bool, output: object, y: Tensor, data: FederatedData)
         if split is not None and split.at_hand:
             _check_binary(name, split.y)
         elif split is not None:
-            split.check_each(lambda client, y, name=name: _check_binary(f"client {client!r} in {name}", y))  # type: ignore[misc]
+            split.check_each(partial(_check_binary_of, name))
+
+
+def _check_binary_of(split: str, client: str, y: Tensor, whole: bool) -> None:
+    _check_binary(f"client {client!r} in {split}", y)
 
 
 def _check_binary(where: str, y: Tensor) -> None:
@@ -306,10 +319,10 @@ def _check_targets(output: Tensor, y: Tensor, data: FederatedData) -> None:
     for name in ("train", "validation", "test", "outer"):
         split = data.split(name, instead="none")
         if split is not None:
-            split.check_each(partial(_check_targets_of, name, classes, split.at_hand))
+            split.check_each(partial(_check_targets_of, name, classes))
 
 
-def _check_targets_of(split: str, classes: int, whole: bool, client: str, targets: Tensor) -> None:
+def _check_targets_of(split: str, classes: int, client: str, targets: Tensor, whole: bool) -> None:
     """Check a client's targets; ``whole``: these are all of them."""
     counted = targets[targets != IGNORED]
     wrong = counted[(counted < 0) | (counted >= classes)]
@@ -351,7 +364,7 @@ def _are_labels(y: Tensor, classes: int) -> bool:
     return int(y.min()) >= 0 and int(y.max()) < classes
 
 
-def _check_labels_of(split: str, classes: int, client: str, labels: Tensor) -> None:
+def _check_labels_of(split: str, classes: int, client: str, labels: Tensor, whole: bool) -> None:
     wrong = labels[(labels < 0) | (labels >= classes)]
     if len(wrong):
         raise DataError(
