@@ -16,6 +16,7 @@ from torch import Tensor
 from comfedl.analysis.load_run import SavedRun
 from comfedl.config.data_schema import READERS
 from comfedl.data.federated import FederatedData
+from comfedl.data.stored_array import KNOWN_BY
 from comfedl.training.client_table import SAMPLES, SPLITS
 from comfedl.training.run_folder import TABLE, read_digest
 from comfedl.utils.errors import ComfedlError, RunFolderError
@@ -40,7 +41,7 @@ def own_data(run: SavedRun) -> FederatedData:
         raise RunFolderError(
             f"The data of the run in {run.path} have changed since it began{_difference(run, fed)}: drawn again, its "
             "splits would count rows that it was trained on as held out; restore the data, or score rows that it has "
-            "not seen with --data FILE."
+            f"not seen with --data FILE.{KNOWN_BY if fed.on_disk else ''}"
         )
     return fed
 

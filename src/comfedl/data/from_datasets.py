@@ -119,7 +119,7 @@ class DatasetSource(Source):
             ) from error
         return _sample(who, found)
 
-    def identity(self) -> Iterator[Any]:
+    def identity(self, times: bool) -> Iterator[Any]:
         for dataset in self._datasets:
             yield None if dataset is None else (type(dataset).__module__, type(dataset).__qualname__, len(dataset))
         i = int(np.flatnonzero(self.sizes)[0])

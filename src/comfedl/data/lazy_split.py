@@ -174,10 +174,10 @@ class LazySplit(Split):
         made._head = None
         return made
 
-    def identity(self) -> Iterator[Any]:
+    def identity(self, times: bool = True) -> Iterator[Any]:
         if self._chosen is not None:
             yield torch.from_numpy(self._chosen.rows)
-        yield from self._source.identity()
+        yield from self._source.identity(times)
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Split:
         return self._moved_to(dtype, device)

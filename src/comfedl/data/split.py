@@ -121,8 +121,11 @@ class Split(Mapping[str, Batch]):
 
         return Split(self.x, tree.map(changed, self.y, more), self.names, self.offsets, self.rows)
 
-    def identity(self) -> Iterator[Any]:
-        """What identifies the samples, for a fingerprint: the tensors, and the keys of a tuple or dict."""
+    def identity(self, times: bool = True) -> Iterator[Any]:
+        """What identifies the samples, for a fingerprint: the tensors, and the keys of a tuple or dict.
+
+        ``times``: of files, also when they were changed.
+        """
         for whole in (self.x, self.y, self.rows):
             for key, part in [] if whole is None else samples.named(whole):
                 if key:

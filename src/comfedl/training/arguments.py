@@ -20,6 +20,7 @@ from comfedl.models.losses import (
     Loss,
     LossFunction,
     is_balanced,
+    known_per_sample,
     name_of_torch_object,
     per_sample_form,
     usable_loss,
@@ -172,8 +173,11 @@ def _task(output: object, y: Samples, data: FederatedData) -> str | None:
     return BINARY if bool(((whole == 0) | (whole == 1)).all()) else REGRESSION
 
 
-def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
-    """Check that the model accepts the data, and that its outputs and y fit the loss."""
+def check_fit(learner: Learner, model: Model, data: FederatedData, sample_losses: bool = False) -> None:
+    """Check that the model accepts the data, and that its outputs and y fit the loss.
+
+    ``sample_losses``: the method needs the loss of each sample.
+    """
     if learner.module is None:
         return
     x, y = data.train.head(2)
@@ -182,6 +186,8 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise DataError(f"The model cannot be applied to samples of shape {_described(x)}: {_reason(error)}") from error
     output, like = logits(whole), _like(learner.loss_function)
+    if sample_losses:
+        _check_sample_losses(learner.loss_function, output, y)
     if like is not None and not isinstance(y, Tensor):
         raise DataError(
             f"The loss {like!r} needs y as a tensor, but it is {samples.structure(y)}; give a loss of your own, a "
@@ -199,6 +205,16 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
         outputs = output.shape[-1] if isinstance(output, Tensor) else 0
         labels = data.train.all_y() if data.train.at_hand or is_balanced(learner.loss_function) else y
         learner.loss_function = learner.loss_function.resolved(labels, outputs)
+
+
+def _check_sample_losses(loss: LossFunction | None, output: Any, y: Samples) -> None:
+    """Check that the loss of each sample is known, for the offset Shrinkage."""
+    known_per_sample(loss)
+    if is_sequence(output, y):
+        raise ConfigError(
+            "The offset Shrinkage needs samples whose losses are independent, but y has several targets per sample, as "
+            "of a sequence; use another offset, or none."
+        )
 
 
 def _described(x: Samples) -> str:
