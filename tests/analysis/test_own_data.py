@@ -10,12 +10,14 @@ import pandas as pd
 import pytest
 
 import comfedl as cf
+from comfedl.analysis import own_data
 from comfedl.analysis.compare import run_comparison
 from comfedl.analysis.evaluate import evaluate
 from comfedl.analysis.load_run import SavedRun
 from comfedl.analysis.personalize import personalize
 from comfedl.analysis.predict import predict
 from comfedl.config.schema import Config, parse_config, run_config
+from comfedl.data.split import Split
 
 
 def patients(rows: int = 200, seed: int = 0) -> pd.DataFrame:
@@ -131,3 +133,33 @@ def test_predictions_need_no_data_of_training(run: SavedRun) -> None:
     run_config(config(loss=loss), out=Path("balanced"))
     Path("patients.csv").rename("new.csv")
     assert predict(cf.load_run("balanced"), Path("new.csv")).count("\n") == 201
+
+
+def test_a_client_without_held_out_rows_is_no_hindrance(run: SavedRun, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a run without a digest all splits are looked through, and so small a client has no validation or test rows."""
+    pd.concat([patients(), patients(2).assign(hospital="west")]).to_csv("patients.csv", index=False)
+    run_config(config(), out=Path("tiny"))
+    Path("tiny/data.sha256").unlink()
+    caplog.clear()
+    evaluate(cf.load_run("tiny"), data=Path("patients.csv"))
+    assert "202 of 202 rows are in the data that this run's config names" in caplog.text
+
+
+def test_one_client_at_a_time_is_looked_through(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that data on disk need no more memory than in training."""
+    events: list[str] = []
+    read, rows = Split.samples_of, own_data._rows
+
+    def samples_of(self: Split, i: int) -> Any:
+        events.append(f"read {i}")
+        return read(self, i)
+
+    def spied(*args: Any) -> Any:
+        events.append("count")
+        return rows(*args)
+
+    known = (run.config or config()).make_data(encoding=run.encoding).train["east"]
+    monkeypatch.setattr(Split, "samples_of", samples_of)
+    monkeypatch.setattr(own_data, "_rows", spied)
+    own_data.note_known(run, Path("new.csv"), *known)
+    assert events == ["read 0", "count", "read 1", "count", "read 2", "count", "count"]

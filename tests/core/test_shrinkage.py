@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ def test_a_resumed_run_is_the_same(tmp_path: Any) -> None:
     assert all(torch.equal(part, parts.params[name]) for name, part in whole.params.items())
 
 
-def test_what_it_cannot_be_used_with_is_refused() -> None:
+def test_what_it_cannot_be_used_with_is_refused(tmp_path: Path) -> None:
     offset = cf.offset.Shrinkage()
     for make in (
         lambda: cf.Robust(0.1, on="outer", offset=offset),
@@ -135,8 +136,19 @@ def test_what_it_cannot_be_used_with_is_refused() -> None:
     def own(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(output, y) ** 2
 
-    with pytest.raises(cf.ConfigError, match="Shrinkage needs the loss of each sample"):
-        cf.fit(model(), clients(4), cf.Robust(0.1, offset=offset), rounds=1, loss=own)
+    for loss in (own, torch.nn.CrossEntropyLoss(label_smoothing=0.1)):
+        with pytest.raises(cf.ConfigError, match="Shrinkage needs the loss of each sample"):
+            cf.fit(model(), clients(4), cf.Robust(0.1, offset=offset), rounds=1, loss=loss, out=tmp_path / "run")
+    words = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7))
+    draw = torch.randint(7, (3, 6, 5), generator=torch.Generator().manual_seed(0))
+    for ignored in (0, 2):
+        y = draw.clone()
+        y[..., :ignored] = -100
+        fed = cf.FederatedData({str(i): (draw[i], y[i]) for i in range(3)})
+        cf.fit(words, fed, cf.Robust(0.1), rounds=1)
+        with pytest.raises(cf.ConfigError, match=r"Shrinkage needs samples .* several targets per sample"):
+            cf.fit(words, fed, cf.Robust(0.1, offset=offset), rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_config_names_it() -> None:

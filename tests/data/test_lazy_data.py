@@ -136,6 +136,44 @@ def test_two_classes_are_checked_too(tmp_path: Path) -> None:
         cf.fit(torch.nn.Linear(WIDTH, 1), Data.from_folder(tmp_path, lazy=True), cf.FedAvg(lr=0.1), 1, loss="bce")
 
 
+@pytest.mark.parametrize("form", ["flat_arrays", "npz", "packed_npz", "parquet", "datasets"])
+def test_a_second_run_checks_what_the_first_has_read(form: str, tmp_path: Path) -> None:
+    """The runs on a federation share what is kept in memory, but not what they check."""
+    _, fed = FORMS[form](tmp_path, 100)
+    wide = torch.nn.Linear(fed.train.shape[0], 1)
+    cf.fit(wide, fed, cf.FedAvg(lr=0.1), 1, loss="mse", eval_every=1)
+    with pytest.raises(cf.DataError, match=r"bce needs labels that are 0 or 1, but client .* has 2"):
+        cf.fit(wide, fed, cf.FedAvg(lr=0.1), 1, loss="bce", eval_every=1)
+    for engine in ({"vectorize": "serial"}, {"vectorize": "stack"}):
+        with pytest.raises(cf.DataError, match=r"has the label 2 in .*, but the model has 2 outputs"):
+            narrow = torch.nn.Linear(fed.train.shape[0], 2)
+            cf.fit(narrow, fed, cf.FedAvg(lr=0.1), 1, eval_every=1, engine_options=engine)
+
+
+def test_a_client_without_a_target_that_counts(tmp_path: Path) -> None:
+    """It is refused where all of its samples are read."""
+    own = broken("eva", lambda x, y: y.fill(-100))
+    for name, (x, y) in own.items():
+        np.savez(tmp_path / f"{name}.npz", x=x, y=y)
+    fed = Data.from_folder(tmp_path, validation=0, test=0, lazy=True)
+    with pytest.raises(cf.DataError, match="No target of client 'eva' in train counts"):
+        train(fed, loss=torch.nn.CrossEntropyLoss(ignore_index=-100), eval_every=1)
+
+
+def test_balanced_weights_count_the_labels_that_were_set_aside(tmp_path: Path) -> None:
+    """As they do in memory, where the y of both are one tensor."""
+    from comfedl.data.outer_share import set_aside
+
+    for fed in FORMS["npz"](tmp_path, 0.1):
+        kept = set_aside(fed, 0.4, 0)
+        count = len(fed.train.all_y())
+        assert int(kept.train.sizes.sum()) < count
+        assert len(kept.train.all_y()) == count
+        assert kept.train.to(torch.float64, torch.device("cpu")).all_y().bincount().tolist() == (
+            fed.train.all_y().bincount().tolist()
+        )
+
+
 @pytest.mark.parametrize("form", ["flat_arrays", "npz", "packed_npz", "safetensors", "images", "parquet_folder"])
 @pytest.mark.parametrize("what", ["changes", "vanishes", "is cut off"])
 def test_a_file_that_does_not_stay(form: str, what: str, tmp_path: Path) -> None:
@@ -215,6 +253,53 @@ def test_datasets_that_misbehave() -> None:
         train(Data.from_datasets({name: Stored(torch.from_numpy(x), y) for name, (x, y) in own.items()}, lazy=True))
     with pytest.raises(cf.DataError, match="'ann' in train is a set; give a map-style Dataset"):
         Data.from_datasets({"ann": {1}}, lazy=True)
+
+
+class Seeds(Stored):
+    """Draws random numbers, but the same ones for a sample every time."""
+
+    def __getitem__(self, k: int) -> Any:
+        torch.manual_seed(k)
+        x, y = super().__getitem__(k)
+        return x + torch.rand(()), y
+
+
+class Draws(torch.nn.Module):
+    """A model that torch's kernels for stacked clients do not know."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.inner, self.rate = linear(), rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(torch.nn.functional.dropout(x, self.rate, self.training))
+        return out
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("kind", [Stored, Seeds])
+def test_reading_and_the_noise_of_training_do_not_disturb_each_other(kind: Any, rate: float) -> None:
+    """A Dataset that draws numbers is read by the thread that trains: the model is that of the data in memory."""
+    own = {name: kind(torch.from_numpy(x), torch.from_numpy(y)) for name, (x, y) in arrays().items()}
+    options: dict[str, Any] = {"rounds": 4, "eval_every": 1, "engine_options": {"workers": 3, "vectorize": "serial"}}
+    model = Draws(rate)
+    memory, *disk = [
+        cf.fit(model, Data.from_datasets(own, None, None, lazy=lazy, memory_mb=mb), cf.FedAvg(lr=0.1), **options)
+        for lazy, mb in ((False, None), (True, 0.1), (True, 0.1))
+    ]
+    for one in disk:
+        assert all(torch.equal(part, one.params[name]) for name, part in memory.params.items())
+
+
+@pytest.mark.parametrize("kind", [Random, type("Later", (Random,), {"__getitem__": lambda self, k: (
+    (Random if k > 5 else Stored).__getitem__(self, k)
+)})])  # fmt: skip
+def test_a_random_dataset_is_warned_of_and_no_more(kind: Any) -> None:
+    """Also where its samples are not random until later, so that clients run on threads."""
+    own = {name: kind(torch.from_numpy(x), torch.from_numpy(y)) for name, (x, y) in arrays().items()}
+    with pytest.warns(UserWarning, match="random samples|Random numbers were drawn"):
+        fed = Data.from_datasets(own, None, None, lazy=True, memory_mb=0.1)
+        cf.fit(Draws(0.0), fed, cf.FedAvg(lr=0.1), 3, eval_every=1, engine_options={"workers": 3})
 
 
 def test_what_is_kept_stays_within_the_bound() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 import random
 import threading
@@ -242,6 +244,92 @@ class CountsInAList(Counts):
         self.per_batch[0] += len(x)
 
 
+class Cache:
+    """A plain object that is changed in place."""
+
+    def __init__(self) -> None:
+        self.latest: torch.Tensor | None = None
+
+
+class Slots:
+    __slots__ = ("latest",)
+
+    def __init__(self) -> None:
+        self.latest: torch.Tensor | None = None
+
+
+class KeepsInAnObject(Counts):
+    kind: Any = Cache
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = {"caches": [self.kind()]}
+
+    def count(self, x: torch.Tensor) -> None:
+        self.own["caches"][0].latest = x.detach()
+
+
+class KeepsInSlots(KeepsInAnObject):
+    kind = Slots
+
+
+class KeepsInASet(Counts):
+    """Of which the size stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = {0}
+
+    def count(self, x: torch.Tensor) -> None:
+        self.last.clear()
+        self.last.add(int(x.detach().sum() * 1e4))
+
+
+class KeepsInAHiddenLayer(Counts):
+    """Of which named_modules knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.BatchNorm1d(64)]
+
+    def count(self, x: torch.Tensor) -> None:
+        self.hidden[0](x.flatten(1))
+
+
+class KeepsItsOwnGenerator(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dice = random.Random(1)
+
+    def count(self, x: torch.Tensor) -> None:
+        self.dice.random()
+
+
+class KeepsAnIterator(Counts):
+    """Which does not show where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count()
+
+    def count(self, x: torch.Tensor) -> None:
+        next(self.numbers)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.copy(self)
+
+
+class KnowsItself(Attends):
+    """Objects that refer to each other, and change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = Cache()
+        self.cache.owner = self  # type: ignore[attr-defined]
+        self.parts = [self.cache, {"again": self.head}, nn.Identity(), torch.float32, (1, "two", None)]
+        self.cache.parts = self.parts  # type: ignore[attr-defined]
+
+
 def runs_of(model: nn.Module, algorithm: Any, caplog: pytest.LogCaptureFixture) -> tuple[list[cf.Result], str]:
     """A run on one thread and one on three, and what the log says about threads."""
     with caplog.at_level(logging.INFO, "comfedl"):
@@ -249,9 +337,10 @@ def runs_of(model: nn.Module, algorithm: Any, caplog: pytest.LogCaptureFixture) 
     return found, caplog.text
 
 
+@pytest.mark.parametrize("model", [Attends, KnowsItself])
 @pytest.mark.parametrize("algorithm", METHODS[:2], ids=lambda method: type(method).__name__)
 def test_a_model_of_the_users_own_runs_on_threads(
-    algorithm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    algorithm: Any, model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "TRIAL", (True,) * 6)
     names: set[str] = set()
@@ -262,7 +351,7 @@ def test_a_model_of_the_users_own_runs_on_threads(
         return real(self, *args)
 
     monkeypatch.setattr(Embedded, "_run_one", spy)
-    (one, other), told = runs_of(Attends(), algorithm, caplog)
+    (one, other), told = runs_of(model(), algorithm, caplog)
     assert len(names) > 1 and "Clients of the step 'train' run on threads." in told
     assert one.rounds == other.rounds and one.clients == other.clients
     assert all(torch.equal(part, other.params[name]) for name, part in one.params.items())
@@ -276,6 +365,12 @@ def test_a_model_of_the_users_own_runs_on_threads(
         (Remembers, METHODS[0], "the model keeps state from one batch to the next"),
         (Counts, METHODS[0], "the model keeps state from one batch to the next"),
         (CountsInAList, METHODS[0], "the model keeps state from one batch to the next"),
+        (KeepsInAnObject, METHODS[0], "the model keeps state from one batch to the next"),
+        (KeepsInSlots, METHODS[0], "the model keeps state from one batch to the next"),
+        (KeepsInASet, METHODS[0], "the model keeps state from one batch to the next"),
+        (KeepsInAHiddenLayer, METHODS[0], "the model keeps state from one batch to the next"),
+        (KeepsItsOwnGenerator, METHODS[0], "the model keeps state from one batch to the next"),
+        (KeepsAnIterator, METHODS[0], "whether a count in the model keeps state cannot be seen"),
         (Attends, METHODS[2], "second derivatives of attention switch torch's kernels"),
     ],
 )
@@ -302,6 +397,29 @@ def test_numbers_drawn_only_later_are_an_error() -> None:
     start = float(next(model.parameters()).detach().sum())
     with pytest.raises(cf.ConfigError, match=r"drew random numbers in round \d+, but not when it was tried out"):
         cf.fit(model, data(), cf.FedAvg(batch_size=4, local_steps=1), rounds=3, engine_options={"workers": 3})
+
+
+@pytest.mark.parametrize(("clients", "large", "shared"), [(2, True, False), (3, True, True), (2, False, True)])
+def test_threads_only_where_they_pay(clients: int, large: bool, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model of a user's own with fewer clients than workers keeps torch's own threads."""
+    if large:
+        monkeypatch.setattr("comfedl.engines.embedded.SMALL", 1)
+    found: set[tuple[bool, int]] = set()
+    real = Embedded._run_one
+
+    def spy(self: Any, *args: Any) -> Any:
+        found.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        return real(self, *args)
+
+    monkeypatch.setattr(Embedded, "_run_one", spy)
+    monkeypatch.setattr(module, "TRIAL", (True,) * 6)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        cf.fit(Attends(), data(clients), METHODS[0], rounds=2, engine_options={"workers": 3})
+    finally:
+        torch.set_num_threads(before)
+    assert found - {(True, 1)} == ({(False, 1)} if shared else {(True, 2)})
 
 
 def test_torchs_threads_are_given_back() -> None:

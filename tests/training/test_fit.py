@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import comfedl as cf
 from comfedl.models import zoo
+from comfedl.utils.fingerprint import fingerprint
 
 NAN, INF = float("nan"), float("inf")
 STATISTICS = {"mean", "worst", "worst10", "std"}
@@ -573,3 +575,33 @@ def test_every_client_is_as_likely_to_be_in_the_sample() -> None:
 def test_a_sample_that_cannot_be_had(value: Any, says: str) -> None:
     with pytest.raises(cf.ConfigError, match=f"eval_clients is .*{says}"):
         cf.fit(linear(), crowd(), cf.FedAvg(), eval_clients=value)
+
+
+@pytest.mark.parametrize(("dtype", "method", "times"), [
+    (torch.float32, cf.FedAvg(lr=0.1), 1),
+    (torch.float64, cf.FedAvg(lr=0.1), 2),
+    (torch.float32, cf.Robust(lr=0.1, on="outer"), 2),
+])  # fmt: skip
+def test_data_are_read_for_digests_as_often_as_they_differ(
+    dtype: torch.dtype, method: cf.Algorithm, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, unless they were converted for the model or a part of them was set aside."""
+    draw = torch.Generator().manual_seed(0)
+    y = torch.arange(12) % 2
+    fed = cf.FederatedData({name: (torch.randn(12, 3, generator=draw, dtype=dtype), y) for name in "ab"})
+    known, read = fed.digest(), Counter[int]()
+    real = cf.FederatedData.contents
+
+    def contents(self: cf.FederatedData, times: bool = True) -> Any:
+        read[0] += 1
+        return real(self, times)
+
+    monkeypatch.setattr(cf.FederatedData, "contents", contents)
+    model = torch.nn.Linear(3, 2)
+    cf.fit(model, fed, method, rounds=1, out=tmp_path / "run")
+    assert read[0] == times
+    assert (tmp_path / "run" / "data.sha256").read_text().strip() == known
+    kept = json.loads(next((tmp_path / "run").glob("checkpoint/*/meta.json")).read_text().partition("\n")[2])
+    if method.name == "fedavg":
+        start = fed.to(torch.float32, torch.device("cpu")).contents()
+        assert kept["fingerprint"] == fingerprint(*start, model.weight.detach(), model.bias.detach())

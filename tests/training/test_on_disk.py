@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from comfedl.analysis.robust_advice import advise
 from comfedl.cli import data_tables, tables
 from comfedl.config.schema import parse_config, run_config
 from comfedl.utils import tree
+from comfedl.utils.fingerprint import fingerprint
 from helpers.on_disk import CLASSES, FORMS, SIZES
 from helpers.ranks import forked
 
@@ -172,3 +175,60 @@ def test_a_run_in_memory_is_not_continued_on_disk(tmp_path: Path) -> None:
     cf.fit(model_for(memory), memory, cf.FedAvg(lr=0.1), rounds=1, out=tmp_path / "run")
     with pytest.raises(cf.ComfedlError, match="data"):
         cf.fit(model_for(disk), disk, cf.FedAvg(lr=0.1), rounds=2, out=tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("form", ["flat_arrays", "npz", "images", "parquet"])
+def test_ranks_on_two_machines_may_have_copies(form: str, tmp_path: Path) -> None:
+    """With other times of change; a file of another size is another file."""
+    feds = []
+    for rank in (0, 1):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        FORMS[form](folder, MB)
+        for path in folder.rglob("*"):
+            os.utime(path, (rank + 1, rank + 1))
+        make: Any = {"flat_arrays": opened, "parquet": table_in}.get(form, folder_in)
+        feds.append(make(folder))
+    assert feds[0].digest() != feds[1].digest()
+    assert fingerprint(*feds[0].contents(times=False)) == fingerprint(*feds[1].contents(times=False))
+
+    def on_rank(rank: int) -> Any:
+        run = cf.fit(model_for(feds[rank]), feds[rank], cf.FedAvg(lr=0.1), rounds=1, engine="distributed")
+        return dict(run.params)
+
+    one, other = forked(2, on_rank)
+    assert all(torch.equal(part, other[name]) for name, part in one.items())
+
+
+def opened(folder: Path) -> cf.FederatedData:
+    x, y = (np.load(folder / f"train-{part}.npy", mmap_mode="r") for part in "xy")
+    offsets = np.concatenate([[0], np.cumsum(SIZES)])
+    return cf.FederatedData.from_flat((x, y, offsets), lazy=True)
+
+
+def folder_in(folder: Path) -> cf.FederatedData:
+    return cf.FederatedData.from_folder(folder, lazy=True)
+
+
+def table_in(folder: Path) -> cf.FederatedData:
+    path = folder / "all.parquet"
+    return cf.FederatedData.from_csv(path, client="site", target="y", impute="median", lazy=True)
+
+
+def test_touched_files_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their times are what is known of them, so the refusal says how to keep them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "files").mkdir()
+    FORMS["npz"](tmp_path / "files", MB)
+    settings = {
+        **{"rounds": 1, "data": {"name": "folder", "path": "files", "lazy": True}, "model": {"name": "mlp"}},
+        **{"algorithm": {"name": "fedavg", "lr": 0.1}},
+    }
+    run_config(parse_config(settings), out=tmp_path / "run")
+    for path in (tmp_path / "files").iterdir():
+        os.utime(path, (1, 1))
+    said = r"known by their size and time of change.*cp -p and rsync -a keep the times"
+    with pytest.raises(cf.RunFolderError, match=said):
+        run_config(parse_config({**settings, "rounds": 2}), out=tmp_path / "run", resume=True)
+    with pytest.raises(cf.RunFolderError, match=said):
+        evaluate(cf.load_run(tmp_path / "run"))

@@ -361,6 +361,11 @@ class Algorithm(Aggregation, Summable, ABC):
         return False
 
     @property
+    def needs_sample_losses(self) -> bool:
+        """Whether clients send more of their losses than the mean, so that the loss of each sample has to be known."""
+        return False
+
+    @property
     def adapt(self) -> Adapt | None:
         """The inner map of meta-learning; None for the local loss."""
         return None

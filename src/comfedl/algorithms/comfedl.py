@@ -93,6 +93,10 @@ class Compositional(Algorithm):
         return offset if isinstance(offset, Shrinkage) else None
 
     @property
+    def needs_sample_losses(self) -> bool:
+        return self.shrinks is not None
+
+    @property
     def looks_back(self) -> bool:
         """Whether the server keeps the previous model, to predict how losses change."""
         return self.remembered is not None

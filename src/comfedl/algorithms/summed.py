@@ -185,5 +185,9 @@ class Summed(Algorithm):
         return self.method.weighs_on_outer
 
     @property
+    def needs_sample_losses(self) -> bool:
+        return self.method.needs_sample_losses
+
+    @property
     def has_custom_problem(self) -> bool:
         return self.method.has_custom_problem

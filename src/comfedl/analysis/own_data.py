@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from comfedl.analysis.load_run import SavedRun
 from comfedl.config.data_schema import READERS
 from comfedl.data.federated import FederatedData
+from comfedl.data.stored_array import KNOWN_BY
 from comfedl.training.client_table import SAMPLES, SPLITS
 from comfedl.training.run_folder import TABLE, read_digest
 from comfedl.utils.errors import ComfedlError, RunFolderError
@@ -39,7 +41,7 @@ def own_data(run: SavedRun) -> FederatedData:
         raise RunFolderError(
             f"The data of the run in {run.path} have changed since it began{_difference(run, fed)}: drawn again, its "
             "splits would count rows that it was trained on as held out; restore the data, or score rows that it has "
-            "not seen with --data FILE."
+            f"not seen with --data FILE.{KNOWN_BY if fed.on_disk else ''}"
         )
     return fed
 
@@ -79,13 +81,14 @@ def note_known(run: SavedRun, source: Path, x: Tensor, y: Tensor) -> None:
         return
     same = read_digest(run.path) == fed.digest()
     splits = [fed.train] if same else [split for name in SPLITS if (split := fed.split(name)) is not None]
-    dtype = x.dtype if x.is_floating_point() else torch.float32
-    splits = [split.to(dtype, torch.device("cpu")) for split in splits]
-    own = [split.samples_of(i) for split in splits for i in range(len(split.names))]
-    if not all(isinstance(part, Tensor) and part.shape[1:] == x.shape[1:] for part, _ in own):
+    if not all(split.is_plain and split.shape == x.shape[1:] for split in splits):
         return
-    known = Counter(row for batch in own for row in _rows(*batch))
-    total, count = sum(known.values()), sum(row in known for row in _rows(x, y))
+    dtype = x.dtype if x.is_floating_point() else torch.float32
+    known: Counter[bytes] = Counter()
+    for split in splits:
+        for i in np.flatnonzero(split.sizes).tolist():  # one client's samples at a time are in memory
+            known.update(_rows(*split.samples_of(i), dtype))
+    total, count = sum(known.values()), sum(row in known for row in _rows(x, y, dtype))
     twins = sum(number for number in known.values() if number > 1) / total
     if count <= len(x) * twins + 3 * math.sqrt(len(x) * twins * (1 - twins)):
         return
@@ -96,8 +99,8 @@ def note_known(run: SavedRun, source: Path, x: Tensor, y: Tensor) -> None:
     logger.warning("%s: %d of %d rows %s, so its scores are not those of new data.", source, count, len(x), what)
 
 
-def _rows(x: Tensor, y: Tensor) -> Sequence[bytes]:
-    """Each sample as bytes."""
-    parts = [part.detach().cpu().reshape(len(x), -1).to(torch.float64).numpy() for part in (x, y)]
-    whole = np.concatenate(parts, axis=1)
-    return [row.tobytes() for row in whole]
+def _rows(x: Tensor, y: Tensor, dtype: torch.dtype) -> Iterator[bytes]:
+    """A digest of each sample, of its numbers in this floating-point type."""
+    rounded = [part.detach().cpu().to(dtype if part.is_floating_point() else None) for part in (x, y)]
+    whole = torch.cat([part.double().reshape(len(x), math.prod(part.shape[1:])) for part in rounded], dim=1)
+    return (blake2b(row.data, digest_size=16).digest() for row in whole.numpy())

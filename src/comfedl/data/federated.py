@@ -336,18 +336,26 @@ class FederatedData:
         moved.encoding = self.encoding
         return moved
 
-    def contents(self) -> Iterator[Any]:
-        """Everything that identifies these data, for a fingerprint; a tensor shared by several splits comes once."""
-        seen: set[int] = set()
+    @property
+    def on_disk(self) -> bool:
+        """Whether samples are read when they are needed."""
+        return not all(split.at_hand for split in self._splits.values())
+
+    def contents(self, times: bool = True) -> Iterator[Any]:
+        """Everything that identifies these data, for a fingerprint; a tensor shared by several splits comes once.
+
+        ``times``: files on disk count as others if they were changed at another time.
+        """
+        seen: dict[int, Tensor] = {}  # held, since a new tensor may get the address of one that is gone
         for name, split in self._splits.items():
             for start in range(0, len(split.names), NAMES_PER_CHUNK):  # a million names at once would take much memory
                 stop = start + NAMES_PER_CHUNK
                 yield name, tuple(split.names[start:stop]), split.offsets[start : stop + 1].tobytes()
-            for part in split.identity():
+            for part in split.identity(times):
                 if not isinstance(part, Tensor):
                     yield part
                 elif part.data_ptr() not in seen:
-                    seen.add(part.data_ptr())
+                    seen[part.data_ptr()] = part
                     yield part
 
     def digest(self) -> str:

@@ -65,9 +65,9 @@ class FileSource(Source):
                 found = [part.index_select(0, torch.from_numpy(rows)) for part in found]
         return [part.float() if part.dtype == torch.float64 else part for part in found]
 
-    def identity(self) -> Iterator[Any]:
+    def identity(self, times: bool) -> Iterator[Any]:
         for file, stored in zip(self._files, self._stored, strict=True):
-            yield None if file is None else file.identity
+            yield None if file is None else file.identity(times)
             for name, part in sorted((stored or {}).items()):
                 yield name, str(part.dtype), part.shape
 
@@ -101,7 +101,7 @@ class ImageSource(Source):
     def read_y(self, i: int, who: str) -> Samples:
         return self._labels[i]
 
-    def identity(self) -> Iterator[Any]:
+    def identity(self, times: bool) -> Iterator[Any]:
         for own, labels in zip(self._files, self._labels, strict=True):
-            yield [file.identity for file in own]
+            yield [file.identity(times) for file in own]
             yield labels

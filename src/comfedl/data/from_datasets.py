@@ -19,7 +19,7 @@ from comfedl.data.federated import Batch, FederatedData
 from comfedl.data.from_tables import SPLITS, Shares, from_batches, split_clients
 from comfedl.data.lazy_data import drawn_rows, lazy_data
 from comfedl.data.sources import IntArray, Source
-from comfedl.utils import samples, tree
+from comfedl.utils import generators, samples, tree
 from comfedl.utils.errors import DataError
 from comfedl.utils.samples import Samples
 
@@ -56,8 +56,11 @@ def _lazily(train: Any, others: Mapping[str, Any], shares: Shares, cache: Client
 class DatasetSource(Source):
     """Map-style Datasets; ``__getitem__`` is called when a sample is needed, by one thread at a time."""
 
+    runs_code = True
+
     def __init__(self, split: str, names: Sequence[str], datasets: Sequence[Any]) -> None:
         self._datasets, self._seen = datasets, [False] * len(datasets)
+        self._draws: dict[int, bool] = {}
         for name, dataset in zip(names, datasets, strict=True):
             if dataset is not None:
                 _check_map_style(f"Client {name!r} in {split}", dataset)
@@ -97,6 +100,15 @@ class DatasetSource(Source):
                     )
             return _stacked(who, xs), _stacked(who, ys)
 
+    def reading_draws(self, i: int, who: str) -> bool:
+        if i not in self._draws:
+            dataset = self._datasets[i]
+            with self._lock, generators.restored() as before:
+                if not _is_pair_of_tensors(dataset):
+                    self._sample(who, dataset, 0)
+                self._draws[i] = generators.states() != before
+        return self._draws[i]
+
     def _sample(self, who: str, dataset: Any, place: int) -> Batch:
         try:
             found = dataset[place]
@@ -107,7 +119,7 @@ class DatasetSource(Source):
             ) from error
         return _sample(who, found)
 
-    def identity(self) -> Iterator[Any]:
+    def identity(self, times: bool) -> Iterator[Any]:
         for dataset in self._datasets:
             yield None if dataset is None else (type(dataset).__module__, type(dataset).__qualname__, len(dataset))
         i = int(np.flatnonzero(self.sizes)[0])

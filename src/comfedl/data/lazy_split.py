@@ -14,7 +14,7 @@ from torch import Tensor
 from comfedl.data.checked import check_alike, check_finite, check_pair
 from comfedl.data.client_cache import ClientCache
 from comfedl.data.sources import Source
-from comfedl.data.split import Batch, Split
+from comfedl.data.split import Batch, Check, Split
 from comfedl.utils import samples, tree
 from comfedl.utils.errors import DataError
 from comfedl.utils.samples import Samples
@@ -66,9 +66,10 @@ class LazySplit(Split):
         self._begin(names, sizes)
         self._dtype: torch.dtype | None = None  # of floating-point tensors; None as they are stored
         self._device = torch.device("cpu")
-        self._checks: list[Callable[[str, Samples], None]] = []
+        self._checks: list[Check] = []
         self._changes: dict[int, list[Callable[[Samples], Samples]]] = {}  # of the y of a client
         self._head: Batch | None = None
+        self._all: LazySplit | None = None  # what this was set aside from, in one step or several
 
     def _begin(self, names: Sequence[str], sizes: IntArray) -> None:
         self.names, self.sizes = names, sizes.astype(np.int64)
@@ -141,9 +142,11 @@ class LazySplit(Split):
         return self._changed(i, y)
 
     def all_y(self) -> Samples:
+        if self._all is not None:
+            return self._all.all_y()
         return samples.cat([self.y_of(i) for i in np.flatnonzero(self.sizes).tolist()])
 
-    def check_each(self, check: Callable[[str, Samples], None]) -> None:
+    def check_each(self, check: Check) -> None:
         self._checks.append(check)
 
     def part(self, positions: Sequence[IntArray]) -> Split:
@@ -152,7 +155,17 @@ class LazySplit(Split):
         made = self._copy()
         made._begin(self.names, np.array([len(places) for places in positions]))
         made._chosen, made._head = Chosen(np.concatenate(rows), aside=True), None
+        made._all = self._all or self
         return made
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether samples are read by code of the user's."""
+        return self._source.runs_code
+
+    def reading_draws(self, i: int) -> bool:
+        """Whether reading the i-th client's samples draws from the global random generators."""
+        return bool(self.sizes[i]) and self._source.reading_draws(i, self._who(i))
 
     def relabelled(self, clients: Iterable[int], change: Callable[[Tensor, Any], Tensor], more: Tree) -> Split:
         made = self._copy()
@@ -161,14 +174,18 @@ class LazySplit(Split):
         made._head = None
         return made
 
-    def identity(self) -> Iterator[Any]:
+    def identity(self, times: bool = True) -> Iterator[Any]:
         if self._chosen is not None:
             yield torch.from_numpy(self._chosen.rows)
-        yield from self._source.identity()
+        yield from self._source.identity(times)
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Split:
+        return self._moved_to(dtype, device)
+
+    def _moved_to(self, dtype: torch.dtype, device: torch.device) -> LazySplit:
         made = self._copy()
         made._dtype, made._device, made._head = dtype, device, None
+        made._all = None if self._all is None else self._all._moved_to(dtype, device)
         return made
 
     # Reading.
@@ -195,7 +212,19 @@ class LazySplit(Split):
         return self._source, chosen, self._dtype, self._device, i
 
     def _whole(self, i: int) -> Batch:
-        """The i-th client's samples, from the cache if they are there; y as it is stored."""
+        """The i-th client's samples, from the cache if they are there; y as it is stored.
+
+        The cache is shared with other runs, which check other things, so y is checked here and not when it is read.
+        """
+        x, y = self._kept(i)
+        self._check(i, y, whole=True)
+        return x, y
+
+    def _check(self, i: int, y: Samples, whole: bool) -> None:
+        for check in self._checks:
+            check(self.names[i], y, whole)
+
+    def _kept(self, i: int) -> Batch:
         rows, all_rows = self._rows(i), np.arange(self._source.sizes[i])
         start = 0 if self._is_aside else int(self.offsets[i])
         if rows is None or self._source.by_sample:
@@ -211,6 +240,7 @@ class LazySplit(Split):
         if self._source.by_sample and self.cache.get(self._key(i, self._chosen)) is None:
             rows = self._rows(i)
             x, y = self._read(i, positions if rows is None else rows[positions], 0)
+            self._check(i, y, whole=len(positions) == self.sizes[i])
         else:
             chosen = torch.from_numpy(positions).to(self._device)
             x, y = (samples.select(part, chosen) for part in self._whole(i))
@@ -222,7 +252,7 @@ class LazySplit(Split):
         return y
 
     def _read(self, i: int, rows: IntArray, start: int) -> Batch:
-        """Read samples and check them; in memory they begin as those of the position ``start`` would."""
+        """Read samples and check their form; in memory they begin as those of the position ``start`` would."""
         x, y = check_pair(self._split, self.names[i], *self._source.read(i, rows, self._who(i)))
         if self._head is not None:
             first = self.names[int(np.flatnonzero(self.sizes)[0])]
@@ -231,8 +261,6 @@ class LazySplit(Split):
                 self._check_integers(what, first, like, i, part)
         check_finite(self._split, Split(x, y, self.names[i : i + 1], np.array([0, len(rows)])))
         x, y = self._moved(x), self._moved(y)
-        for check in self._checks:
-            check(self.names[i], y)
         return tree.map(lambda part: placed([part], start), x), tree.map(lambda part: placed([part], start), y)
 
     def _check_integers(self, what: str, first: str, like: Samples, i: int, part: Samples) -> None:

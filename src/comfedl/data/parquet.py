@@ -55,9 +55,8 @@ class ParquetColumns(Mapping[str, NDArray[Any]]):
     def rows(self) -> int:
         return int(self._starts[-1]) if self._chosen is None else len(self._chosen)
 
-    @property
-    def identity(self) -> list[tuple[str, int, int]]:
-        return [file.identity for file in self._files]
+    def identity(self, times: bool) -> list[tuple[str | int, ...]]:
+        return [file.identity(times) for file in self._files]
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self.names, *self.added])
@@ -191,8 +190,9 @@ class TableSource(Source):
     def read_y(self, i: int, who: str) -> Samples:
         return torch.from_numpy(self._y[self._rows[i]])
 
-    def identity(self) -> Iterator[Any]:
-        yield self._columns.identity
-        yield self._encoding.to_dict()
+    def identity(self, times: bool) -> Iterator[Any]:
+        yield self._columns.identity(times)
+        # Without the client's column, which a run's folder does not keep for a folder of tables.
+        yield replace(self._encoding, client=None).to_dict()
         yield torch.from_numpy(self._y)
         yield torch.from_numpy(np.concatenate(self._rows))

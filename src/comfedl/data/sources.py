@@ -26,10 +26,16 @@ class Source(ABC):
     Attributes:
         sizes: how many samples each client has.
         by_sample: whether a few samples of a client are read faster than all of them.
+        runs_code: whether samples are read by code of the user's, which may draw random numbers.
     """
 
     sizes: IntArray
     by_sample = True
+    runs_code = False
+
+    def reading_draws(self, i: int, who: str) -> bool:
+        """Whether reading the i-th client's samples draws from the global random generators; tried out once."""
+        return False
 
     @abstractmethod
     def read(self, i: int, rows: IntArray, who: str) -> Batch:
@@ -40,8 +46,11 @@ class Source(ABC):
         return self.read(i, np.arange(self.sizes[i]), who)[1]
 
     @abstractmethod
-    def identity(self) -> Iterator[Any]:
-        """What identifies the samples without reading them: states of files, shapes, and what is in memory."""
+    def identity(self, times: bool) -> Iterator[Any]:
+        """What identifies the samples without reading them: states of files, shapes, and what is in memory.
+
+        ``times``: of files, also when they were changed.
+        """
 
 
 Leaf = StoredArray | Tensor
@@ -76,16 +85,16 @@ class ArraySource(Source):
 
         return tree.map(get, part)
 
-    def identity(self) -> Iterator[Any]:
+    def identity(self, times: bool) -> Iterator[Any]:
         for pair in self._pairs:
             for part in pair:
                 yield from part if isinstance(part, dict) else ()
                 for leaf in tree.leaves(part):
-                    yield leaf if isinstance(leaf, Tensor) else _described(leaf)
+                    yield leaf if isinstance(leaf, Tensor) else _described(leaf, times)
 
 
-def _described(array: StoredArray) -> tuple[Any, ...]:
-    return *array.file.identity, array.offset, str(array.dtype), array.shape
+def _described(array: StoredArray, times: bool) -> tuple[Any, ...]:
+    return *array.file.identity(times), array.offset, str(array.dtype), array.shape
 
 
 def stored_pair(split: str, client: str | None, value: Any) -> tuple[Any, Any]:

@@ -17,6 +17,9 @@ from comfedl.utils.tree import Tree
 
 Batch = tuple[Samples, Samples]
 
+Check = Callable[[str, Samples, bool], None]
+"""Checks a client's y, and may raise; the last argument says whether these are all of the client's in the split."""
+
 
 class Split(Mapping[str, Batch]):
     """One split (such as train) of all clients, stored flat so that batches of many clients are gathered at once.
@@ -88,13 +91,13 @@ class Split(Mapping[str, Batch]):
         return self.samples_of(i)[1]
 
     def all_y(self) -> Samples:
-        """The y of all clients."""
+        """The y of all clients; of data that were set aside, also the y that they were set aside from."""
         return self.y
 
-    def check_each(self, check: Callable[[str, Samples], None]) -> None:
-        """Call ``check(client, y)`` for every client: now, or when its samples are read."""
+    def check_each(self, check: Check) -> None:
+        """Check the y of every client: now, or when its samples are read."""
         for i, name in enumerate(self.names):
-            check(name, self.y_of(i))
+            check(name, self.y_of(i), True)
 
     def ready(self, positions: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:
         """A split in memory that has the samples at these positions, and their positions in it."""
@@ -118,8 +121,11 @@ class Split(Mapping[str, Batch]):
 
         return Split(self.x, tree.map(changed, self.y, more), self.names, self.offsets, self.rows)
 
-    def identity(self) -> Iterator[Any]:
-        """What identifies the samples, for a fingerprint: the tensors, and the keys of a tuple or dict."""
+    def identity(self, times: bool = True) -> Iterator[Any]:
+        """What identifies the samples, for a fingerprint: the tensors, and the keys of a tuple or dict.
+
+        ``times``: of files, also when they were changed.
+        """
         for whole in (self.x, self.y, self.rows):
             for key, part in [] if whole is None else samples.named(whole):
                 if key:

@@ -27,6 +27,13 @@ SAFETENSORS = {
 }
 
 
+KNOWN_BY = (
+    " Files of data on disk (lazy) are known by their size and time of change, so a copy or a touched file counts as "
+    "other data; cp -p and rsync -a keep the times."
+)
+"""What to add when such data are refused as others."""
+
+
 class FileState(NamedTuple):
     """A file as it was when the run began; another size or time of change means other data."""
 
@@ -39,10 +46,9 @@ class FileState(NamedTuple):
         found = path.stat()
         return cls(path, found.st_size, found.st_mtime_ns)
 
-    @property
-    def identity(self) -> tuple[str, int, int]:
-        """What identifies the file's content, wherever its folder is."""
-        return self.path.name, self.size, self.mtime_ns
+    def identity(self, times: bool) -> tuple[str | int, ...]:
+        """What identifies the file's content, wherever its folder is; with ``times``, also when it was changed."""
+        return (self.path.name, self.size, self.mtime_ns) if times else (self.path.name, self.size)
 
     def check(self, who: str, found: os.stat_result | None = None) -> None:
         """Raise DataError if the file is not as it was."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import cast, overload
 
 import numpy as np
@@ -206,6 +206,17 @@ class StepPlan:
     def at_hand(self) -> bool:
         """Whether all samples are in memory."""
         return all(split is None or split.at_hand for split in self.splits.values())
+
+    @cached_property
+    def reading_draws(self) -> bool:
+        """Whether reading the samples draws numbers from the global random generators."""
+        lazy = [split for split in self.splits.values() if isinstance(split, LazySplit)]
+        return any(split.reading_draws(i) for split in lazy for i in self.asked)
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether samples are read by code of the user's."""
+        return any(isinstance(split, LazySplit) and split.runs_code for split in self.splits.values())
 
     @property
     def read_ahead_bytes(self) -> float:

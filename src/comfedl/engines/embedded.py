@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from comfedl.data.transform import TransformFunction
 from comfedl.engines.batching import IntArray, StepBatches, StepPlan, chunk_slices, group_clients
 from comfedl.engines.client_states import ClientStates
 from comfedl.engines.kernels import accelerate
-from comfedl.engines.purity import generator_states, trace
+from comfedl.engines.purity import trace
 from comfedl.engines.read_ahead import ReadAhead
 from comfedl.engines.replies import (
     LocalReplies,
@@ -33,7 +34,7 @@ from comfedl.engines.replies import (
 )
 from comfedl.engines.stacked import Stacked
 from comfedl.engines.thread_pool import Chunk, ThreadPool
-from comfedl.utils import checks, rng, tree
+from comfedl.utils import checks, generators, rng, tree
 from comfedl.utils.errors import ConfigError, Diverged, MetricFailed
 from comfedl.utils.tree import Tree
 
@@ -137,7 +138,7 @@ class Embedded(Engine):
         batches = StepBatches(plan, step, self._seed, round, self._transforms)
         received = self._one.to_layout(message)
         chunks = list(self._chunks(named, plan))
-        several = len(chunks) > 1 and self._threads.workers > 1
+        several = self._shares_out(len(chunks)) and not plan.reading_draws
         pure = self._is_pure(named, step, batches, received, round) if several else self._thread_safe is True
         threads = several and pure
         if threads:
@@ -182,6 +183,15 @@ class Embedded(Engine):
         stacked = [p if len(p.clients) > 1 else ReplyPart(p.clients, stack_trees([p.reply])) for p in parts]
         return StackedReplies(clients, stacked)
 
+    def _shares_out(self, chunks: int) -> bool:
+        """Whether it can pay to run chunks on several threads, with one thread of torch's for each.
+
+        A large model uses torch's own threads well, so with fewer chunks than workers some would be idle.
+        """
+        if chunks == 1 or self._threads.workers == 1:
+            return False
+        return self._thread_safe is True or self._bytes <= SMALL or chunks >= self._threads.workers
+
     def _is_pure(self, named: Step, step: str, batches: StepBatches, message: dict[str, Tree], round: int) -> bool:
         """Whether a step's clients may run on several threads; seen from its first client where it is not known."""
         if self._thread_safe is True:
@@ -203,10 +213,13 @@ class Embedded(Engine):
         threads: bool,
         round: int,
     ) -> list[Outcome]:
-        """The outcome of each chunk; samples that are not in memory are read while the chunks before train."""
+        """The outcome of each chunk; samples that are not in memory are read while the chunks before train.
+
+        Where reading draws random numbers, one thread does both in turn, so that each gets its own numbers every time.
+        """
         plan = batches.plan
-        run_all = partial(self._on_threads, step, round=round) if threads else _one_by_one
-        if plan.at_hand:
+        run_all = partial(self._on_threads, step, round=round, plan=plan) if threads else _one_by_one
+        if plan.at_hand or plan.reading_draws:
             return run_all(lambda worker, ks: outcome_of(worker, ks, batches.of(ks)), chunks)
         sizes = [plan.bytes_of(ks) for ks in chunks]
         with ReadAhead(lambda j: batches.of(chunks[j]), sizes, plan.read_ahead_bytes) as ahead:
@@ -220,19 +233,27 @@ class Embedded(Engine):
             return run_all(run, range(len(chunks)))
 
     def _on_threads(
-        self, step: str, job: Callable[[int, Chunk], Outcome], chunks: Sequence[Chunk], round: int
+        self, step: str, job: Callable[[int, Chunk], Outcome], chunks: Sequence[Chunk], round: int, plan: StepPlan
     ) -> list[Outcome]:
         """The outcomes of all chunks on several threads, which must draw no random numbers."""
         if self._thread_safe is True:
             return self._threads.run(step, job, chunks)
-        before = generator_states()
+        before = generators.states()
         outcomes = self._threads.run(step, job, chunks)
-        if generator_states() != before:
-            raise ConfigError(
-                f"The step {step!r} drew random numbers in round {round}, but not when it was tried out, so clients "
-                "ran on several threads; set workers to 1."
+        if generators.states() == before:
+            return outcomes
+        if plan.runs_code:  # a Dataset may be what drew them
+            warnings.warn(
+                f"Random numbers were drawn in round {round}, by a Dataset or by the step {step!r}, though not when "
+                "both were tried out; clients ran on several threads, so the run cannot be repeated exactly. Leave the "
+                "randomness out of the Dataset, or set workers to 1.",
+                stacklevel=2,
             )
-        return outcomes
+            return outcomes
+        raise ConfigError(
+            f"The step {step!r} drew random numbers in round {round}, but not when it was tried out, so clients ran on "
+            "several threads; set workers to 1."
+        )
 
     def _copy_learners(self) -> None:
         """One copy of the learners per thread, made while none is in use: modules cannot be copied inside vmap."""

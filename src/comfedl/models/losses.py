@@ -286,13 +286,7 @@ class Squared(Loss):
     like: ClassVar[str] = "mse"
 
     def per_sample(self, output: Tensor, y: Tensor) -> Tensor:
-        each = per_sample_form(self.of)
-        if each is None:
-            raise ConfigError(
-                f"The offset Shrinkage needs the loss of each sample, but of {self.of!r} only the mean is known; use a "
-                "loss by its name, or a subclass of cf.Loss with per_sample."
-            )
-        return each(output, y).square()
+        return known_per_sample(self.of)(output, y).square()
 
 
 def is_balanced(loss: object) -> bool:
@@ -308,6 +302,17 @@ def per_sample_form(function: object) -> LossFunction | None:
         return PER_SAMPLE.get(function)  # type: ignore[call-overload, no-any-return]
     except TypeError:  # not hashable
         return None
+
+
+def known_per_sample(function: object) -> LossFunction:
+    """The same, for the offset Shrinkage, which needs it."""
+    found = per_sample_form(function)
+    if found is None:
+        raise ConfigError(
+            f"The offset Shrinkage needs the loss of each sample, but of {function!r} only the mean is known; use a "
+            "loss by its name, or a subclass of cf.Loss with per_sample."
+        )
+    return found
 
 
 def _check_weights(loss: CrossEntropy | Focal) -> None:

@@ -20,6 +20,7 @@ from comfedl.models.losses import (
     Loss,
     LossFunction,
     is_balanced,
+    known_per_sample,
     name_of_torch_object,
     per_sample_form,
     usable_loss,
@@ -172,8 +173,11 @@ def _task(output: object, y: Samples, data: FederatedData) -> str | None:
     return BINARY if bool(((whole == 0) | (whole == 1)).all()) else REGRESSION
 
 
-def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
-    """Check that the model accepts the data, and that its outputs and y fit the loss."""
+def check_fit(learner: Learner, model: Model, data: FederatedData, sample_losses: bool = False) -> None:
+    """Check that the model accepts the data, and that its outputs and y fit the loss.
+
+    ``sample_losses``: the method needs the loss of each sample.
+    """
     if learner.module is None:
         return
     x, y = data.train.head(2)
@@ -182,6 +186,8 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise DataError(f"The model cannot be applied to samples of shape {_described(x)}: {_reason(error)}") from error
     output, like = logits(whole), _like(learner.loss_function)
+    if sample_losses:
+        _check_sample_losses(learner.loss_function, output, y)
     if like is not None and not isinstance(y, Tensor):
         raise DataError(
             f"The loss {like!r} needs y as a tensor, but it is {samples.structure(y)}; give a loss of your own, a "
@@ -199,6 +205,16 @@ def check_fit(learner: Learner, model: Model, data: FederatedData) -> None:
         outputs = output.shape[-1] if isinstance(output, Tensor) else 0
         labels = data.train.all_y() if data.train.at_hand or is_balanced(learner.loss_function) else y
         learner.loss_function = learner.loss_function.resolved(labels, outputs)
+
+
+def _check_sample_losses(loss: LossFunction | None, output: Any, y: Samples) -> None:
+    """Check that the loss of each sample is known, for the offset Shrinkage."""
+    known_per_sample(loss)
+    if is_sequence(output, y):
+        raise ConfigError(
+            "The offset Shrinkage needs samples whose losses are independent, but y has several targets per sample, as "
+            "of a sequence; use another offset, or none."
+        )
 
 
 def _described(x: Samples) -> str:
@@ -249,12 +265,21 @@ def _check_some_count(loss: object, data: FederatedData) -> None:
         return
     for name in ("train", "validation", "test", "outer"):
         split = data.split(name, instead="none")
-        if split is not None and split.at_hand:  # of samples on disk only a part may have been read
-            split.check_each(partial(_check_some_count_of, name, loss))
+        if split is None or (split.at_hand and _all_count(loss, split.y)):
+            continue
+        split.check_each(partial(_check_some_count_of, name, loss))
 
 
-def _check_some_count_of(split: str, loss: nn.CrossEntropyLoss, client: str, targets: Tensor) -> None:
-    if len(targets) and not share(loss, targets):
+def _all_count(loss: nn.CrossEntropyLoss, targets: Tensor) -> bool:
+    """Whether every target counts, so that no client has to be looked at."""
+    if targets.is_floating_point():  # probabilities of the classes
+        return True
+    weighted = loss.weight is not None and bool((loss.weight <= 0).any())
+    return not weighted and not bool((targets == loss.ignore_index).any())
+
+
+def _check_some_count_of(split: str, loss: nn.CrossEntropyLoss, client: str, targets: Tensor, whole: bool) -> None:
+    if whole and len(targets) and not share(loss, targets):
         raise DataError(
             f"No target of client {client!r} in {split} counts for {loss!r}: all are {loss.ignore_index} or of "
             "classes with a weight of 0, so there is nothing to predict; give it some, or leave it out."
@@ -282,7 +307,11 @@ def _check_numbers(binary: bool, output: object, y: Tensor, data: FederatedData)
         if split is not None and split.at_hand:
             _check_binary(name, split.y)
         elif split is not None:
-            split.check_each(lambda client, y, name=name: _check_binary(f"client {client!r} in {name}", y))  # type: ignore[misc]
+            split.check_each(partial(_check_binary_of, name))
+
+
+def _check_binary_of(split: str, client: str, y: Tensor, whole: bool) -> None:
+    _check_binary(f"client {client!r} in {split}", y)
 
 
 def _check_binary(where: str, y: Tensor) -> None:
@@ -306,10 +335,10 @@ def _check_targets(output: Tensor, y: Tensor, data: FederatedData) -> None:
     for name in ("train", "validation", "test", "outer"):
         split = data.split(name, instead="none")
         if split is not None:
-            split.check_each(partial(_check_targets_of, name, classes, split.at_hand))
+            split.check_each(partial(_check_targets_of, name, classes))
 
 
-def _check_targets_of(split: str, classes: int, whole: bool, client: str, targets: Tensor) -> None:
+def _check_targets_of(split: str, classes: int, client: str, targets: Tensor, whole: bool) -> None:
     """Check a client's targets; ``whole``: these are all of them."""
     counted = targets[targets != IGNORED]
     wrong = counted[(counted < 0) | (counted >= classes)]
@@ -351,7 +380,7 @@ def _are_labels(y: Tensor, classes: int) -> bool:
     return int(y.min()) >= 0 and int(y.max()) < classes
 
 
-def _check_labels_of(split: str, classes: int, client: str, labels: Tensor) -> None:
+def _check_labels_of(split: str, classes: int, client: str, labels: Tensor, whole: bool) -> None:
     wrong = labels[(labels < 0) | (labels >= classes)]
     if len(wrong):
         raise DataError(

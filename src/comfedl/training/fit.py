@@ -46,7 +46,7 @@ from comfedl.training.stopping import BEST, EarlyStopping
 from comfedl.training.worker_callback import WorkerCallback
 from comfedl.utils import tree
 from comfedl.utils.errors import ConfigError, Diverged
-from comfedl.utils.fingerprint import fingerprint
+from comfedl.utils.fingerprint import hashed
 from comfedl.utils.toml import describe
 
 
@@ -167,7 +167,7 @@ def fit(
     first = next(iter(initial["params"].values()))
     data = fed.to(first.dtype, first.device)
     add_metrics(learner, initial, data, metrics)
-    check_fit(learner, initial, data)
+    check_fit(learner, initial, data, algorithm.needs_sample_losses)
     held = poisoned(data, options.faults)  # what the clients have, and so what their scores are measured on
     clients = make_engine(
         engine,
@@ -193,8 +193,20 @@ def fit(
     scorer = ClientScorer(learner, held, options.seed, reads=held.train.at_hand or options.engine != "distributed")
     return fit_on(
         *(clients, method, initial, frozen, data.contents(), settings, options, fed.encoding),
-        *(module, started, scorer, given.digest),
+        *(module, started, scorer, given.digest, fed is given and _same_tensors(given, data)),
     )
+
+
+def _same_tensors(given: FederatedData, data: FederatedData) -> bool:
+    """Whether no tensor was converted for the model; data on disk are known by their files."""
+    for name in ("train", "validation", "test", "outer"):
+        one, other = (fed.split(name, instead="none") for fed in (given, data))
+        if one is None or other is None or not one.at_hand:
+            continue
+        pairs = zip(tree.leaves([one.x, one.y]), tree.leaves([other.x, other.y]), strict=True)
+        if one.rows is not other.rows or any(a is not b for a, b in pairs):
+            return False
+    return True
 
 
 def fit_on(
@@ -210,6 +222,7 @@ def fit_on(
     started: float | None = None,
     scorer: ClientScorer | None = None,
     digest: Callable[[], str] | None = None,
+    as_given: bool = False,
 ) -> Result:
     """Train on an engine that already holds its clients, wherever their data are.
 
@@ -221,6 +234,7 @@ def fit_on(
         started: when the run started, by ``time.perf_counter``.
         scorer: the clients' data, if they are in this process.
         digest: gives the digest of the data as they were given, by which ``evaluate`` knows them again.
+        as_given: ``contents`` are these data, so that they need to be read for a digest only once.
     """
     started = time.perf_counter() if started is None else started
     if options.faults and not clients.simulates_faults:
@@ -243,11 +257,12 @@ def fit_on(
             callbacks.append(Progress(options.rounds))
         folder = None
         if options.out is not None and clients.is_leader:
-            known = fingerprint(*contents, *frozen.values(), *tree.leaves(initial))
-            of_data = None if digest is None else digest()
+            of_contents = hashed(contents)
+            known = hashed([*frozen.values(), *tree.leaves(initial)], of_contents).hexdigest()
+            of_data = None if digest is None else of_contents.hexdigest() if as_given else digest()
             folder = RunFolder(Path(options.out), settings, options, known, encoding, frozen, of_data)
             folder.can_save, folder.samples, folder.names = clients.can_save, samples, clients.names
-            folder.counts_samples = counts_samples
+            folder.counts_samples, folder.on_disk = counts_samples, scorer is not None and scorer.data.on_disk
             if options.save_personal and count > personal_models.MOST_FILES:
                 of_each = {**initial, "frozen": frozen} if options.save_frozen else dict(initial)
                 folder.personal_bytes = count * tree.nbytes(of_each)

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from comfedl.core.client_statistics import Row
 from comfedl.core.learner import Model, Params
 from comfedl.core.secret_noise import KEY_BYTES
+from comfedl.data.stored_array import KNOWN_BY
 from comfedl.data.tabular import Encoding
 from comfedl.training import checkpoint
 from comfedl.training.callbacks import Callback
@@ -185,6 +186,8 @@ class RunFolder(Callback):
         self.samples: Mapping[str, NDArray[np.int64]] = {}
         """split -> the number of samples of every client."""
         self.counts_samples = True
+        self.on_disk = False
+        """Whether the data are known by their files alone."""
         self.noise_key: bytes | None = None
         """The key of a private run's noise, if it has one to keep."""
         self._stop: int | None = None
@@ -206,7 +209,7 @@ class RunFolder(Callback):
                     f"{self.path} holds a run with another config ({_difference(written, self._settings)}); resume it "
                     "with its own config, or start over with --force."
                 )
-            cause = self._encoding_differs()
+            cause = self._encoding_differs() + (KNOWN_BY if self.on_disk else "")
             saved = checkpoint.read(self.path / "checkpoint", self._fingerprint, like, device, cause)
             if saved is not None and saved.snapshot.round > self._options.rounds:
                 raise RunFolderError(
