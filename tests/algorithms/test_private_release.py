@@ -188,7 +188,7 @@ def test_robust_s_noise_has_the_promised_variance() -> None:
     found = []
     for k, privacy in enumerate(noisy):
         total = PrivateRelease(privacy, CLIENTS, CLIENTS, SecretNoise(key_of_seed(k)), 1, 1).total(
-            torch.full((CLIENTS,), 2.0 / CLIENTS), 2.0 / CLIENTS
+            torch.full((CLIENTS,), math.log(2.0), dtype=torch.float64).exp() / CLIENTS, 2.0 / CLIENTS
         )
         scale = min(2.0, max(0.5, total)) / 2.0
         found.append((vector(trained(privacy, method).params) - start) * scale - centre)

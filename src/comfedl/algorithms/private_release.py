@@ -8,12 +8,14 @@ proofs.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from comfedl.algorithms.aggregation import clip_factors, weighted_average
@@ -118,7 +120,7 @@ class PrivateRelease:
 
     def total(self, weights: Tensor, bound: float) -> float:
         """The noisy sum of the weights, none of which is above ``bound``."""
-        return float(weights.sum()) + self._side_noise("weights", bound)
+        return self._with_side_noise(float(weights.sum()), "weights", bound)
 
     def averaged(
         self, state: State, replies: Replies, weights: Tensor, bound: float | None = None, name: str = "model"
@@ -154,16 +156,18 @@ class PrivateRelease:
         """
         if deviation == 0:
             return mixed
-        sizes = [leaf.numel() for leaf in tree.leaves(origin)]
-        drawn = torch.from_numpy(self._noise.normals(sum(sizes), "update", self._round)).mul_(deviation)
-        parts = iter(torch.split(drawn, sizes))
+        exact = tree.map(lambda start, end: (end.double() - start.double()).cpu().contiguous(), origin, mixed)
+        sums = [*tree.leaves(exact)]
+        purpose = f"update/{_digest(*(part.numpy() for part in sums))}"
+        drawn = torch.from_numpy(self._noise.normals(sum(part.numel() for part in sums), purpose, self._round))
+        parts = iter(torch.split(drawn.mul_(deviation), [part.numel() for part in sums]))
         grid = 2.0 ** (math.floor(math.log2(deviation)) - GRID_BITS)
 
-        def add(start: Tensor, end: Tensor) -> Tensor:
-            update = (end.double() - start.double()).cpu() + next(parts).view(start.shape)
+        def add(start: Tensor, update: Tensor) -> Tensor:
+            update = update + next(parts).view(start.shape)
             return (start.double() + (update / grid).round_().mul_(grid).to(start.device)).to(start.dtype)
 
-        noisy: Params = tree.map(add, origin, mixed)
+        noisy: Params = tree.map(add, origin, exact)
         return noisy
 
     def _next_clip(self, clip: float, lengths: Tensor) -> Tensor:
@@ -171,7 +175,7 @@ class PrivateRelease:
 
         A client adds 1/2 or -1/2 to the count, an absent one 0.
         """
-        counted = float((lengths <= clip).double().sub(0.5).sum()) + self._side_noise("clip", 0.5)
+        counted = self._with_side_noise(float((lengths <= clip).double().sub(0.5).sum()), "clip", 0.5)
         below = counted / self.participants + 0.5
         assert self.privacy.quantile is not None
         return torch.tensor(
@@ -179,11 +183,24 @@ class PrivateRelease:
             dtype=torch.float64,
         )
 
-    def _side_noise(self, purpose: str, bound: float) -> float:
+    def _with_side_noise(self, total: float, purpose: str, bound: float) -> float:
         if self.privacy.noise_multiplier == 0:
-            return 0.0
-        drawn = float(self._noise.normals(1, f"side/{purpose}", self._round)[0])
-        return self.privacy.side_multiplier * bound * drawn
+            return total
+        digest = _digest(np.array([total], dtype=np.float64))
+        drawn = float(self._noise.normals(1, f"side/{purpose}/{digest}", self._round)[0])
+        return total + self.privacy.side_multiplier * bound * drawn
+
+
+def _digest(*parts: NDArray[np.float64]) -> str:
+    """A digest of a sum, which its noise is derived from, besides the key.
+
+    A round that is repeated after a kill has the same noise if its sum is the same. If it is another, as when a client
+    is late, so is the noise: two sums with the same noise would give away their difference.
+    """
+    found = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        found.update((part + 0.0).astype("<f8").tobytes())  # -0.0 is 0.0
+    return found.hexdigest()
 
 
 def private_weights(g: KL, state: State, losses: Tensor, release: PrivateRelease) -> tuple[State, Tensor, float]:
