@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import comfedl as cf
 from comfedl.algorithms.context import Participation
 from comfedl.algorithms.private_release import PrivateRelease, private_weights
+from comfedl.core.privacy import Sums
 from comfedl.core.secret_noise import SecretNoise, key_of_seed
 from comfedl.core.simplex import capped_weights
 from comfedl.utils.errors import ConfigError
@@ -139,6 +140,9 @@ def test_a_method_that_weighs_by_who_replied_is_stopped() -> None:
             replies = context.ask("train", context.sample()[1:], {"model": state["model"]})
             weights = torch.full((len(replies.clients),), 1 / len(replies.clients), dtype=torch.float64)
             return self.advance(state, replies, weights), Participation(replies.clients, weights)
+
+        def check_privacy(self, model: Any, sampled: bool) -> Sums:
+            return Sums()
 
     with pytest.raises(ConfigError, match="none may have more than"):
         trained(cf.DP(1.0, 0.0, 1e-3), Careless(weighting="uniform"))

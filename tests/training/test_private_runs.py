@@ -77,9 +77,8 @@ def test_a_stopped_run_goes_on_with_the_same_noise(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     with pytest.raises(KeyboardInterrupt):
         train(DP, clients_per_round=4, out=tmp_path / "one", callbacks=[StopAt(5, KeyboardInterrupt())])
-    key = tmp_path / "one" / "private" / "noise.key"
+    key = tmp_path / "one" / "comfedl-noise.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600 and len(bytes.fromhex(key.read_text())) == 32
-    assert stat.S_IMODE(key.parent.stat().st_mode) == 0o700
     # Another run of this key, that is not stopped.
     with pytest.raises(KeyboardInterrupt):
         train(DP, clients_per_round=4, out=tmp_path / "two", callbacks=[StopAt(1, KeyboardInterrupt())])
@@ -87,7 +86,7 @@ def test_a_stopped_run_goes_on_with_the_same_noise(tmp_path: Path) -> None:
         path.unlink()
     for path in (tmp_path / "two").glob("checkpoint/*"):
         path.rmdir()
-    (tmp_path / "two" / "private" / "noise.key").write_text(key.read_text())
+    (tmp_path / "two" / "comfedl-noise.key").write_text(key.read_text())
     for name in ("one", "two"):
         train(DP, clients_per_round=4, out=tmp_path / name, resume=True)
     assert files(tmp_path / "one") == files(tmp_path / "two")
@@ -99,10 +98,10 @@ def test_a_stopped_run_goes_on_with_the_same_noise(tmp_path: Path) -> None:
 def test_without_its_key_a_run_cannot_go_on_and_a_new_run_has_a_new_one(tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(DP, clients_per_round=4, out=out)
-    key = (out / "private" / "noise.key").read_text()
+    key = (out / "comfedl-noise.key").read_text()
     train(DP, clients_per_round=4, out=out, force=True)
-    assert (out / "private" / "noise.key").read_text() != key
-    (out / "private" / "noise.key").unlink()
+    assert (out / "comfedl-noise.key").read_text() != key
+    (out / "comfedl-noise.key").unlink()
     with pytest.raises(RunFolderError, match="the key of this run's noise, cannot be read"):
         train(DP, clients_per_round=4, out=out, resume=True, rounds=10)
 

@@ -88,6 +88,7 @@ class PrivateRelease:
     ) -> None:
         self.privacy, self.clients, self.participants = privacy, clients, participants
         self._noise, self._sides, self._round = noise, sides, round
+        self._releases = 0  # of the updates, in this round
         if sides * privacy.side_share >= 1:
             raise ConfigError(f"side_share is {privacy.side_share:g}, but a round has {sides} side releases.")
 
@@ -130,6 +131,9 @@ class PrivateRelease:
         ``bound`` is the largest weight that any client could have had, whatever its data; by default 1 over the
         participants.
         """
+        self._releases += 1
+        if self._releases > 1:
+            raise ConfigError("privacy is given, but the round averages updates twice, and epsilon counts one release.")
         model, bound = state["model"], 1 / self.participants if bound is None else bound
         most = float(weights.abs().max()) if len(weights) else 0.0
         if most > bound * (1 + 1e-9):
@@ -148,6 +152,14 @@ class PrivateRelease:
             state = {**state, PRIVACY: {**kept, "clip": self._next_clip(clip, lengths)}}
         deviation = self.privacy.update_multiplier(self._sides) * clip * bound if self.privacy.noise_multiplier else 0.0
         return state, Model(params=self._noisy(params, mixed, deviation), buffers=model["buffers"])
+
+    def check_released(self, method: str) -> None:
+        """Raise after a round that has not averaged updates here, so that its model has no noise."""
+        if not self._releases:
+            raise ConfigError(
+                f"privacy is given, but {method}'s round does not average updates by self.advance(state, replies, "
+                "weights), which adds the noise; do so, or leave privacy out."
+            )
 
     def _noisy(self, origin: Params, mixed: Params, deviation: float) -> Params:
         """The model with noise of this deviation in its update, which is rounded to a grid.
@@ -230,6 +242,12 @@ def check_sums(method: Algorithm, model: Model, sampled: bool) -> None:
             "privacy is given, but clip_update_norm, aggregate or defence is as well; privacy clips each update to its "
             "own clip and needs the mean, so leave these out."
         )
+    for name, part in tree.named_leaves(model["params"]):
+        if part.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"privacy is given, but the model's {name} is {part.dtype}, in which sums are rounded by more than one "
+                "client may change them; use float32 or float64."
+            )
     if model["buffers"]:
         raise ConfigError(
             f"privacy is given, but the model has buffers ({next(iter(model['buffers']))}), which travel like "

@@ -15,8 +15,8 @@ from flwr.app import RecordDict
 from torch import Tensor
 
 from comfedl.config.schema import Config, parse_config
-from comfedl.data.federated import FederatedData
 from comfedl.core.sums import WHOLE
+from comfedl.data.federated import FederatedData
 from comfedl.engines.embedded import Embedded
 from comfedl.engines.sums import Codec
 from comfedl.flower import serialization

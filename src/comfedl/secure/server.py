@@ -216,7 +216,8 @@ class SecureServer:
         example = "".join(f" (site {name!r}: {reason.rstrip('.')})" for name, reason in sorted(absent.items())[:1])
         raise QuorumError(
             f"{what}: only {given} of {len(exchange.keys)} sites {did}{example}, but secure aggregation needs "
-            f"{max(FEWEST, exchange.threshold)}, so the sum stays hidden; fix the others and resume, or lower threshold."
+            f"{max(FEWEST, exchange.threshold)}, so the sum stays hidden; fix the others and resume, or lower "
+            "threshold."
         )
 
 

@@ -60,7 +60,7 @@ class SecureSite:
         if keys.get(self.name) != public_key(self._secret).hex():
             raise Refused("its own key is not among the keys of the sites")
         if len(keys) < FEWEST:
-            raise Refused(f"a sum over {len(keys)} sites would give away what each sent; {FEWEST} or more must take part")
+            raise Refused(f"a sum over {len(keys)} sites would give away what each sent; it takes {FEWEST} or more")
         if not len(keys) // 2 < threshold <= len(keys):
             raise Refused(f"a threshold of {threshold} of {len(keys)} sites would not protect them")
         mask_secret, seed = new_secret(), new_secret()
