@@ -18,7 +18,7 @@ from comfedl.flower.engine import Sites
 from comfedl.flower.registry import KnownSites, SiteRegistry, read_shape
 from comfedl.flower.reply_format import ReplyFormat
 from comfedl.flower.site_keys import SiteKeys
-from comfedl.flower.site_tables import gather_encoding, saved_encoding, table_question
+from comfedl.flower.site_tables import gather_encoding, saved_encoding, table_question, with_encoding
 from comfedl.models.losses import is_balanced
 from comfedl.training.arguments import make_learner
 from comfedl.training.callbacks import Callback
