@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +153,9 @@ def test_losses_that_jump_are_weighed_anew(gamma: float, monkeypatch: pytest.Mon
     method = cf.ComFedL(lr=1.0, outer=cf.KL(gamma=gamma))
     sought, find = [], Summed.find_reference
 
-    def watched(self: Summed, state: Any, context: Any, participants: Any, reference: float) -> float:
+    def watched(self: Summed, state: Any, context: Any, *more: Any, **named: Any) -> Any:
         sought.append(context.number)
-        return find(self, state, context, participants, reference)
+        return find(self, state, context, *more, **named)
 
     monkeypatch.setattr(Summed, "find_reference", watched)
     assert_close(run(method, 6, secure=SECURE), run(method, 6), 1e-6)
@@ -257,13 +257,10 @@ def test_an_option_that_does_not_go_with_it_is_refused(options: dict[str, Any], 
 
 
 def test_differential_privacy_does_not_go_with_it_yet() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class WithPrivacy(RunOptions):
-        privacy: object = None
-
-    WithPrivacy(privacy="some")
+    privacy = cf.DP(1.0, 1.0, 1e-3)
+    RunOptions(privacy=privacy)
     with pytest.raises(cf.ConfigError, match="differential privacy are both asked for"):
-        WithPrivacy(privacy="some", secure=SECURE)
+        RunOptions(privacy=privacy, secure=SECURE)
 
 
 @pytest.mark.parametrize("value", [{"bits": 16}, {"clip": 0.0}, {"masks": 1}, {"threshold": 0.2}])
