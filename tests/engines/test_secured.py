@@ -153,9 +153,9 @@ def test_losses_that_jump_are_weighed_anew(gamma: float, monkeypatch: pytest.Mon
     method = cf.ComFedL(lr=1.0, outer=cf.KL(gamma=gamma))
     sought, find = [], Summed.find_reference
 
-    def watched(self: Summed, state: Any, context: Any, participants: Any, reference: float) -> float:
+    def watched(self: Summed, state: Any, context: Any, *more: Any, **named: Any) -> Any:
         sought.append(context.number)
-        return find(self, state, context, participants, reference)
+        return find(self, state, context, *more, **named)
 
     monkeypatch.setattr(Summed, "find_reference", watched)
     assert_close(run(method, 6, secure=SECURE), run(method, 6), 1e-6)

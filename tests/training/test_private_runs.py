@@ -77,9 +77,8 @@ def test_a_stopped_run_goes_on_with_the_same_noise(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     with pytest.raises(KeyboardInterrupt):
         train(DP, clients_per_round=4, out=tmp_path / "one", callbacks=[StopAt(5, KeyboardInterrupt())])
-    key = tmp_path / "one" / "private" / "noise.key"
+    key = tmp_path / "one" / "comfedl-noise.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600 and len(bytes.fromhex(key.read_text())) == 32
-    assert stat.S_IMODE(key.parent.stat().st_mode) == 0o700
     # Another run of this key, that is not stopped.
     with pytest.raises(KeyboardInterrupt):
         train(DP, clients_per_round=4, out=tmp_path / "two", callbacks=[StopAt(1, KeyboardInterrupt())])
@@ -87,7 +86,7 @@ def test_a_stopped_run_goes_on_with_the_same_noise(tmp_path: Path) -> None:
         path.unlink()
     for path in (tmp_path / "two").glob("checkpoint/*"):
         path.rmdir()
-    (tmp_path / "two" / "private" / "noise.key").write_text(key.read_text())
+    (tmp_path / "two" / "comfedl-noise.key").write_text(key.read_text())
     for name in ("one", "two"):
         train(DP, clients_per_round=4, out=tmp_path / name, resume=True)
     assert files(tmp_path / "one") == files(tmp_path / "two")
@@ -99,10 +98,10 @@ def test_a_stopped_run_goes_on_with_the_same_noise(tmp_path: Path) -> None:
 def test_without_its_key_a_run_cannot_go_on_and_a_new_run_has_a_new_one(tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(DP, clients_per_round=4, out=out)
-    key = (out / "private" / "noise.key").read_text()
+    key = (out / "comfedl-noise.key").read_text()
     train(DP, clients_per_round=4, out=out, force=True)
-    assert (out / "private" / "noise.key").read_text() != key
-    (out / "private" / "noise.key").unlink()
+    assert (out / "comfedl-noise.key").read_text() != key
+    (out / "comfedl-noise.key").unlink()
     with pytest.raises(RunFolderError, match="the key of this run's noise, cannot be read"):
         train(DP, clients_per_round=4, out=out, resume=True, rounds=10)
 
@@ -145,19 +144,23 @@ def test_a_delta_that_allows_a_client_to_be_given_away_is_warned_of() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_on_several_ranks_the_noise_is_added_once() -> None:
-    seeded = cf.DP(0.3, 1.5, 0.01, sampling="poisson", quantile=0.5, noise_seed=4)
-    alone = train(seeded, clients_per_round=4)
+    method = cf.FedAvg(weighting="uniform")
+    plain, alone = train(cf.DP(0.3, 0.0, 0.01), method, rounds=1), train(DP, clients_per_round=4)
 
     def rank(number: int) -> Any:
-        run = train(seeded, clients_per_round=4, engine="distributed")
-        return run.params, run.rounds
+        seeded = [cf.DP(0.3, 1.5, 0.01, noise_seed=seed) for seed in range(12)]
+        return [train(privacy, method, rounds=1, engine="distributed").params for privacy in seeded]
 
     def own_keys(number: int) -> Any:
-        return train(DP, clients_per_round=4, engine="distributed").params
+        run = train(DP, clients_per_round=4, engine="distributed")
+        assert [row["epsilon"] for row in run.rounds] == [row["epsilon"] for row in alone.rounds]
+        return run.params
 
-    for params, rows in forked(2, rank):
-        assert_close(params, dict(alone.params), 1e-4)
-        assert [row["epsilon"] for row in rows] == [row["epsilon"] for row in alone.rounds]
+    # The noise itself is another than on one process, since the last bits of the sums are.
+    runs, same = forked(2, rank)
+    noise = torch.cat([(run[name] - part).reshape(-1) for run in runs for name, part in plain.params.items()])
+    assert 0.8 < float(noise.std()) / (1.5 * 0.3 / 8) < 1.2  # twice would be 1.41
+    assert all(torch.equal(run[name], again[name]) for run, again in zip(runs, same, strict=True) for name in run)
     one, other = forked(2, own_keys)  # the key is the first rank's
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -170,7 +173,9 @@ def test_over_sites_the_server_adds_the_noise_and_sites_learn_nothing_of_it(tmp_
     seeded = {**SETTINGS["privacy"], "noise_seed": 987654321}
     settings = {**SETTINGS, "rounds": 3, "privacy": seeded, "model": {"name": "logistic"}}
     fed = parse_config(settings).make_data()
-    embedded = run_config(parse_config(settings))
+    # Its replies are added up one by one, as those of sites: in another order the sums' last bits, and so the noise,
+    # would be others.
+    embedded = run_config(parse_config({**settings, "embedded": {"vectorize": "serial"}}))
     data = {"name": "sites"}
     at_sites = {**settings, "engine": "flower", "data": data, "flower": {"outputs": 10}}
     grid = grid_of(fed, tmp_path / "states")

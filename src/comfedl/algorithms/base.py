@@ -103,6 +103,11 @@ def descend(
 
 # The methods that run at a client.
 CLIENT_SIDE = ("objective", "steps", "train", "descend", "personal", "give_personal", "evaluate", "loss")
+# Those of the server, on which depends what a round releases.
+SERVER_SIDE = (
+    *("round", "advance", "advance_to", "averaged", "init", "initial_state", "with_release", "at_round", "reported"),
+    *("evaluation", "measured_updates", "foreseen", "weigh", "estimate", "offsets"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,10 +236,26 @@ class Algorithm(Aggregation, Summable, ABC):
         object.__setattr__(method, "lr", self.lr * schedule.factor(self.lr_schedule, number))
         return method
 
+    def releases(self, model: Model, sampled: bool) -> Sums:
+        """What ``check_privacy`` says, if it is the word of the class that has the server's part.
+
+        Raises:
+            ConfigError: a subclass changes that part and does not say anew what it releases.
+        """
+        found, kinds = self.check_privacy(model, sampled), type(self).__mro__
+        for kind in kinds[: next(k for k, kind in enumerate(kinds) if "check_privacy" in kind.__dict__)]:
+            if own := [name for name in SERVER_SIDE if name in kind.__dict__]:
+                raise ConfigError(
+                    f"privacy is given, but {kind.__name__}.{own[0]} is the method's own, and what a round releases "
+                    f"with it is not known; say it in {kind.__name__}.check_privacy, or leave privacy out."
+                )
+        return found
+
     def check_privacy(self, model: Model, sampled: bool) -> Sums:
         """What a round releases; raises if the epsilon of this method is not known.
 
-        ``sampled`` is whether only some of the clients take part in a round.
+        ``sampled`` is whether only some of the clients take part in a round. A subclass that changes what the server
+        does (``SERVER_SIDE``) must say it anew.
         """
         raise ConfigError(
             f"privacy is given, but {self.name} sends or computes more than a weighted sum of updates, and its epsilon "

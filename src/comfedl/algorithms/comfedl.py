@@ -25,7 +25,7 @@ from comfedl.algorithms.private_release import check_sums, private_weights
 from comfedl.core import client_vector
 from comfedl.core.learner import Learner, Model, Params
 from comfedl.core.objectives import Adapt, Adapted, Composition, CompositionObjective, LocalLoss, Objective
-from comfedl.core.offset import Excess, Shrinkage
+from comfedl.core.offset import Excess, Generalisation, Shrinkage
 from comfedl.core.outer_functions import KL, Coupled, Identity, Outer, Separable, Tilt
 from comfedl.core.privacy import Sums
 from comfedl.core.protocol import NUMBER, Batches, Data, Draw, Outcome, Replies, Step
@@ -194,10 +194,10 @@ class Compositional(Algorithm):
                 f"privacy is given, but with {self.g} one client could have any weight; use KL with gamma and cap, "
                 "such as cap = 4, the largest weight of a client as a multiple of uniform."
             )
-        if self.shrinks is not None:
+        if self.g.offset is not None and type(self.g.offset) not in (Generalisation, Excess):
             raise ConfigError(
-                "privacy is given, but the offset Shrinkage compares all clients' losses, which are not private; use "
-                "another offset, or none."
+                f"privacy is given, but the offset {type(self.g.offset).__name__} may be from other clients' losses or "
+                "sizes, which are not private; use Generalisation, Excess with a baseline for every client, or none."
             )
         if self.safe or self.estimates is not None:
             what = 'step = "safe" uses lengths of updates' if self.safe else "Excess without baseline asks for losses"

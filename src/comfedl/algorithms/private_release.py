@@ -8,12 +8,14 @@ proofs.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from comfedl.algorithms.aggregation import clip_factors, weighted_average
@@ -86,6 +88,7 @@ class PrivateRelease:
     ) -> None:
         self.privacy, self.clients, self.participants = privacy, clients, participants
         self._noise, self._sides, self._round = noise, sides, round
+        self._releases = 0  # of the updates, in this round
         if sides * privacy.side_share >= 1:
             raise ConfigError(f"side_share is {privacy.side_share:g}, but a round has {sides} side releases.")
 
@@ -118,7 +121,7 @@ class PrivateRelease:
 
     def total(self, weights: Tensor, bound: float) -> float:
         """The noisy sum of the weights, none of which is above ``bound``."""
-        return float(weights.sum()) + self._side_noise("weights", bound)
+        return self._with_side_noise(float(weights.sum()), "weights", bound)
 
     def averaged(
         self, state: State, replies: Replies, weights: Tensor, bound: float | None = None, name: str = "model"
@@ -128,6 +131,9 @@ class PrivateRelease:
         ``bound`` is the largest weight that any client could have had, whatever its data; by default 1 over the
         participants.
         """
+        self._releases += 1
+        if self._releases > 1:
+            raise ConfigError("privacy is given, but the round averages updates twice, and epsilon counts one release.")
         model, bound = state["model"], 1 / self.participants if bound is None else bound
         most = float(weights.abs().max()) if len(weights) else 0.0
         if most > bound * (1 + 1e-9):
@@ -147,6 +153,14 @@ class PrivateRelease:
         deviation = self.privacy.update_multiplier(self._sides) * clip * bound if self.privacy.noise_multiplier else 0.0
         return state, Model(params=self._noisy(params, mixed, deviation), buffers=model["buffers"])
 
+    def check_released(self, method: str) -> None:
+        """Raise after a round that has not averaged updates here, so that its model has no noise."""
+        if not self._releases:
+            raise ConfigError(
+                f"privacy is given, but {method}'s round does not average updates by self.advance(state, replies, "
+                "weights), which adds the noise; do so, or leave privacy out."
+            )
+
     def _noisy(self, origin: Params, mixed: Params, deviation: float) -> Params:
         """The model with noise of this deviation in its update, which is rounded to a grid.
 
@@ -154,16 +168,18 @@ class PrivateRelease:
         """
         if deviation == 0:
             return mixed
-        sizes = [leaf.numel() for leaf in tree.leaves(origin)]
-        drawn = torch.from_numpy(self._noise.normals(sum(sizes), "update", self._round)).mul_(deviation)
-        parts = iter(torch.split(drawn, sizes))
+        exact = tree.map(lambda start, end: (end.double() - start.double()).cpu().contiguous(), origin, mixed)
+        sums = [*tree.leaves(exact)]
+        purpose = f"update/{_digest(*(part.numpy() for part in sums))}"
+        drawn = torch.from_numpy(self._noise.normals(sum(part.numel() for part in sums), purpose, self._round))
+        parts = iter(torch.split(drawn.mul_(deviation), [part.numel() for part in sums]))
         grid = 2.0 ** (math.floor(math.log2(deviation)) - GRID_BITS)
 
-        def add(start: Tensor, end: Tensor) -> Tensor:
-            update = (end.double() - start.double()).cpu() + next(parts).view(start.shape)
+        def add(start: Tensor, update: Tensor) -> Tensor:
+            update = update + next(parts).view(start.shape)
             return (start.double() + (update / grid).round_().mul_(grid).to(start.device)).to(start.dtype)
 
-        noisy: Params = tree.map(add, origin, mixed)
+        noisy: Params = tree.map(add, origin, exact)
         return noisy
 
     def _next_clip(self, clip: float, lengths: Tensor) -> Tensor:
@@ -171,7 +187,7 @@ class PrivateRelease:
 
         A client adds 1/2 or -1/2 to the count, an absent one 0.
         """
-        counted = float((lengths <= clip).double().sub(0.5).sum()) + self._side_noise("clip", 0.5)
+        counted = self._with_side_noise(float((lengths <= clip).double().sub(0.5).sum()), "clip", 0.5)
         below = counted / self.participants + 0.5
         assert self.privacy.quantile is not None
         return torch.tensor(
@@ -179,11 +195,24 @@ class PrivateRelease:
             dtype=torch.float64,
         )
 
-    def _side_noise(self, purpose: str, bound: float) -> float:
+    def _with_side_noise(self, total: float, purpose: str, bound: float) -> float:
         if self.privacy.noise_multiplier == 0:
-            return 0.0
-        drawn = float(self._noise.normals(1, f"side/{purpose}", self._round)[0])
-        return self.privacy.side_multiplier * bound * drawn
+            return total
+        digest = _digest(np.array([total], dtype=np.float64))
+        drawn = float(self._noise.normals(1, f"side/{purpose}/{digest}", self._round)[0])
+        return total + self.privacy.side_multiplier * bound * drawn
+
+
+def _digest(*parts: NDArray[np.float64]) -> str:
+    """A digest of a sum, which its noise is derived from, besides the key.
+
+    A round that is repeated after a kill has the same noise if its sum is the same. If it is another, as when a client
+    is late, so is the noise: two sums with the same noise would give away their difference.
+    """
+    found = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        found.update((part + 0.0).astype("<f8").tobytes())  # -0.0 is 0.0
+    return found.hexdigest()
 
 
 def private_weights(g: KL, state: State, losses: Tensor, release: PrivateRelease) -> tuple[State, Tensor, float]:
@@ -213,6 +242,12 @@ def check_sums(method: Algorithm, model: Model, sampled: bool) -> None:
             "privacy is given, but clip_update_norm, aggregate or defence is as well; privacy clips each update to its "
             "own clip and needs the mean, so leave these out."
         )
+    for name, part in tree.named_leaves(model["params"]):
+        if part.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"privacy is given, but the model's {name} is {part.dtype}, in which sums are rounded by more than one "
+                "client may change them; use float32 or float64."
+            )
     if model["buffers"]:
         raise ConfigError(
             f"privacy is given, but the model has buffers ({next(iter(model['buffers']))}), which travel like "

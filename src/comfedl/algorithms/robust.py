@@ -23,6 +23,7 @@ from comfedl.core.objectives import Adapt
 from comfedl.core.offset import Offset
 from comfedl.core.optim import SGD, Adagrad, Adam, Yogi
 from comfedl.core.outer_functions import KL, Coupled, Outer
+from comfedl.core.privacy import Sums
 from comfedl.core.protocol import Replies
 from comfedl.core.proximal import proximal_length, proximal_weights
 from comfedl.utils.errors import ConfigError
@@ -100,6 +101,9 @@ class Robust(Compositional):
             return proximal_length(g, coming, products.numpy(), square)
 
         return weights, shrink
+
+    def check_privacy(self, model: Model, sampled: bool) -> Sums:
+        return super().check_privacy(model, sampled)  # ``foreseen`` takes each client's own reply alone
 
     def for_sums(self) -> Self:
         """KL's weights of the losses that each client measures in every round; momentum and average stay.

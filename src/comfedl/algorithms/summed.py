@@ -18,7 +18,7 @@ from comfedl.algorithms.base import Algorithm, State
 from comfedl.algorithms.context import Participation, RoundContext
 from comfedl.core.learner import Model
 from comfedl.core.protocol import Step
-from comfedl.core.sums import REFERENCE, BySamples, SiteWeight, SummedReplies
+from comfedl.core.sums import REFERENCE, WHOLE, BySamples, SiteWeight, SummedReplies
 from comfedl.utils.errors import BadReply, ConfigError, Diverged
 from comfedl.utils.tree import Tree
 
@@ -67,14 +67,15 @@ class Summed(Algorithm):
         return {**{name: part for name, part in whole.items() if name not in own}, **self.init(model, clients)}
 
     def round(self, state: State, context: RoundContext) -> tuple[State, Participation]:
-        participants, weight = context.sample(), self.weight
-        reference = self.reference(state, context)
+        participants: Sequence[int] = context.sample()
+        weight, reference, whole = self.weight, self.reference(state, context), False
         if weight.follows_losses and math.isnan(reference):
-            reference = self.find_reference(state, context, participants, reference)
-        found = self._ask("train", state, context, participants, reference)
+            reference, participants = self.find_reference(state, context, participants, reference, whole)
+            whole = True
+        found = self._ask("train", state, context, participants, reference, whole)
         if weight.follows_losses and self._is_far(found):  # the losses have moved too far since the last round
-            reference = self.find_reference(state, context, participants, reference)
-            found = self._ask("train", state, context, participants, reference)
+            reference, participants = self.find_reference(state, context, found.clients, reference, whole=True)
+            found = self._ask("train", state, context, participants, reference, whole=True)
         if found.model is None:
             raise self._lost(context)
         after = self.method.advance_to(state, found.model)
@@ -98,20 +99,24 @@ class Summed(Algorithm):
         return float(state[REFERENCE])  # NaN in the first round, and where weights are uniform
 
     def find_reference(
-        self, state: State, context: RoundContext, participants: Sequence[int], reference: float
-    ) -> float:
-        """A reference at which the mean weight is near 1, from sums of the losses' exponentials alone."""
+        self, state: State, context: RoundContext, participants: Sequence[int], reference: float, whole: bool
+    ) -> tuple[float, Sequence[int]]:
+        """A reference at which the mean weight is near 1, from sums of the losses' exponentials, and whose they were.
+
+        All sums are over the sites of the first, or, with ``whole``, over exactly these participants.
+        """
         low, high, stride = -math.inf, math.inf, STRIDE
         for _ in range(TRIES):
-            found = self._ask("evaluate", state, context, participants, reference)
+            found = self._ask("evaluate", state, context, participants, reference, whole)
+            participants, whole = found.clients, True
             if math.isnan(reference):
                 reference = found.value / self._gamma
                 if not self._capped:  # c cancels, and the round sees whether it is near enough
-                    return reference
+                    return reference, participants
             elif not self._is_far(found):
                 reference += math.log(found.mean_weight)
                 if 1 / NEAR <= found.mean_weight <= NEAR or not found.bounded:
-                    return reference
+                    return reference, participants
             else:  # bisection, once it is between two known bounds
                 low, high = (reference, high) if found.bounded else (low, reference)
                 stride *= 2
@@ -122,6 +127,11 @@ class Summed(Algorithm):
         raise self._lost(context)
 
     def _lost(self, context: RoundContext) -> ConfigError:
+        if not self.weight.follows_losses:
+            return ConfigError(
+                f"Round {context.number}: the sites' weights do not add up to a number above 0, so some site was told or "
+                "sent something else than the others; resume, and find out which site differs."
+            )
         return ConfigError(
             f"Round {context.number}: the sites' losses differ by so many times gamma = {self._gamma:g} that their "
             "weights cannot be summed in fixed point; use a larger gamma, or leave secure aggregation out."
@@ -140,9 +150,18 @@ class Summed(Algorithm):
         return getattr(self.weight, "cap", None) is not None
 
     def _ask(
-        self, step: str, state: State, context: RoundContext, participants: Sequence[int], reference: float
+        self,
+        step: str,
+        state: State,
+        context: RoundContext,
+        participants: Sequence[int],
+        reference: float,
+        whole: bool,
     ) -> SummedReplies:
+        """The sums of a step; ``whole`` is whether they are of no use unless all of these participants are in them."""
         message = {"model": state["model"], REFERENCE: torch.tensor(reference, dtype=torch.float64)}
+        if whole:
+            message[WHOLE] = torch.tensor(1)
         found = context.ask(step, participants, message)
         assert isinstance(found, SummedReplies)
         return found

@@ -93,4 +93,4 @@ def _sizes(config: Config) -> tuple[int, int | None, Sums | None]:
     _, initial, _ = make_learner(model, loss, algorithm, metrics, config.task)
     parameters = sum(part.numel() for part in initial["params"].values())
     sampled = (config.clients_per_round or len(fed)) < len(fed)
-    return len(fed), parameters, algorithm.check_privacy(initial, sampled)
+    return len(fed), parameters, algorithm.releases(initial, sampled)

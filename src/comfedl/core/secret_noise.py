@@ -1,7 +1,7 @@
 """Random numbers that nobody can predict or repeat without a key: SHAKE-256 of the key, a purpose and a round.
 
 The library's other draws follow from the seed, which a run publishes. Noise that protects a client must not: whoever
-can compute it can subtract it. Keyed by the round, it is the same after a resume, on every rank and on every engine.
+can compute it can subtract it. Keyed by a purpose and a round, it is the same after a resume and on every rank.
 """
 
 from __future__ import annotations

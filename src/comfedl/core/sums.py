@@ -19,6 +19,7 @@ from comfedl.utils.errors import ConfigError
 from comfedl.utils.tree import Tree
 
 REFERENCE = "reference"  # the message's part with the public number
+WHOLE = "whole"  # the part of a message that says that no site may be missing from the sum
 WIDEST = 2.0**16  # the largest weight where the method has no limit: the reference of the round before keeps it near 1
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from comfedl.core.protocol import Engine, Replies
-from comfedl.core.sums import SummedReplies
+from comfedl.core.sums import WHOLE, SummedReplies
 from comfedl.engines.faults import Faulty
 from comfedl.engines.sums import Codec
 from comfedl.engines.wrapped import Wrapped
 from comfedl.secure.ring import Words, total
-from comfedl.secure.server import Answer, Outcome, SecureServer
+from comfedl.secure.server import Answer, Outcome, SecureServer, check_whole
 from comfedl.secure.site import Ask, SecureSite, digest
 from comfedl.utils import tree
 from comfedl.utils.fingerprint import fingerprint
@@ -33,7 +33,7 @@ class Secured(Wrapped):
         self._places = {name: place for place, name in enumerate(engine.names)}
         self._server = SecureServer(codec.settings, self._send)
         self._words: Callable[[], dict[str, list[Words] | str]] = dict
-        self._round, self._task, self._sent = 0, b"", 0
+        self._round, self._task, self._sent, self._whole = 0, b"", 0, False
 
     def run(self, step: str, clients: Sequence[int], message: dict[str, Tree], round: int) -> Replies:
         if step in NOT_SUMMED:
@@ -44,14 +44,18 @@ class Secured(Wrapped):
         def words() -> dict[str, list[Words] | str]:
             return self._encoded(step, self._engine.run(step, asked, message, round), message)
 
-        self._words, self._sent, self._round = words, 0, round
+        names = [self.names[client] for client in asked]
+        self._words, self._sent, self._round, self._whole = words, 0, round, WHOLE in message
         if self._codec.settings.masks:
             self._task = digest([step, round, fingerprint(*tree.leaves(message))])
-            names = [self.names[client] for client in asked]
             like = self._codec.like(step, message["model"])
-            found = self._server.sum(names, f"Round {round}", self._task, like)
+            found = self._server.sum(names, f"Round {round}", self._task, like, self._whole)
         else:
-            present = {name: own for name, own in words().items() if not isinstance(own, str)}
+            every = words()
+            present = {name: own for name, own in every.items() if not isinstance(own, str)}
+            if self._whole:
+                absent = {name: own for name, own in every.items() if isinstance(own, str)}
+                check_whole(names, present, f"Round {round}", absent)
             self._sent = sum(part.nbytes for own in present.values() for part in own)
             found = Outcome([total(parts) for parts in zip(*present.values(), strict=True)], [*present], {})
         who = [self._places[name] for name in found.sites]
@@ -84,7 +88,7 @@ class Secured(Wrapped):
             site = self._sites[name]
             if stage == "mask":
                 own = words.get(name, "it does not answer")
-                answers[name] = own if isinstance(own, str) else {"words": site.mask(ask, self._task, own)}
+                answers[name] = own if isinstance(own, str) else {"words": site.mask(ask, self._task, own, self._whole)}
                 self._sent += 0 if isinstance(own, str) else sum(part.nbytes for part in own)
             elif stage != "unmask" or not self._left(name):
                 answers[name] = site.answer(ask)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from flwr.app import RecordDict
 from torch import Tensor
 
 from comfedl.config.schema import Config, parse_config
+from comfedl.core.sums import WHOLE
 from comfedl.data.federated import FederatedData
 from comfedl.engines.embedded import Embedded
 from comfedl.engines.sums import Codec
@@ -22,9 +25,10 @@ from comfedl.secure.ring import Words
 from comfedl.secure.site import SecureSite, digest
 from comfedl.training.arguments import make_learner
 from comfedl.training.secure_run import check_at_sites, codec_of
-from comfedl.utils.errors import ConfigError, MalformedMessage
+from comfedl.utils.errors import ConfigError, MalformedMessage, RunFolderError
 from comfedl.utils.files import write_atomic
 from comfedl.utils.fingerprint import fingerprint
+from comfedl.utils.lock import take_lock
 
 MOST_SITES = 1_000_000
 
@@ -37,6 +41,17 @@ def answer_securely(
     tensors: Mapping[str, Tensor],
 ) -> RecordDict:
     """The answer to an ask of the protocol; what the site must remember is stored before it is sent."""
+    with _locked(store):
+        return _answer(make_engine, store, fed, body, tensors)
+
+
+def _answer(
+    make_engine: Callable[[Config, FederatedData], Embedded],
+    store: StateStore,
+    fed: FederatedData,
+    body: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> RecordDict:
     site, ask = SecureSite(fed.names[0], _read(store)), dict(body["secure"])
     if ask.get("stage") != "mask":
         answer = site.answer(ask)
@@ -44,9 +59,11 @@ def answer_securely(
         return serialization.encode({"secure": answer})
     config = parse_config(tomllib.loads(str(body["config"])))
     codec = codec_at_site(config, fed, int(body["sites"]))
-    engine, words, answers, written = make_engine(config, fed), [], [], set()
+    site.check_threshold(ask, codec.settings)
+    engine, words, answers, written, whole = make_engine(config, fed), [], [], set(), False
     for request in body["asks"]:
         message = serialization.unpack(request["message"], tensors)
+        whole |= WHOLE in message
         reply, notes = run_step(engine, store, request, message)
         written |= {str(notes[name]) for name in ("kept", "held") if name in notes}
         try:
@@ -54,7 +71,7 @@ def answer_securely(
         except ValueError as error:
             raise MalformedMessage(f"{error}, so that nothing is sent") from error
         answers.append(notes)
-    masked = site.mask(ask, task_of(body, tensors), words)
+    masked = site.mask(ask, task_of(body, tensors), words, whole)
     _write(store, site)
     store.drop_all_but({*body["keep"], *written})
     packer = serialization.TensorPacker()
@@ -87,6 +104,31 @@ def as_tensor(words: Words) -> Tensor:
     return torch.from_numpy(words.view(f"<i{words.itemsize}"))
 
 
+@contextmanager
+def _locked(store: StateStore) -> Iterator[None]:
+    """One message at a time: that a site answers each stage once depends on what it wrote after the last."""
+    folder = _private(store.keys.parent)
+    try:
+        lock = take_lock(folder, f"{store.keys.stem}.lock")
+    except RunFolderError:
+        raise MalformedMessage("the site is still at work on another message of this run") from None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _private(folder: Path) -> Path:
+    """The folder; if it is new, for the site's own account only."""
+    before = os.umask(0o077)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    finally:
+        os.umask(before)
+    return folder
+
+
 def _read(store: StateStore) -> dict[str, Any] | None:
     if not store.keys.exists():
         return None
@@ -98,7 +140,6 @@ def _write(store: StateStore, site: SecureSite) -> None:
     """Store the private keys so that only the site's own account can read them."""
     before = os.umask(0o077)
     try:
-        store.keys.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(store.keys, json.dumps(site.state).encode())
     finally:
         os.umask(before)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from comfedl.core.sums import WHOLE
 from comfedl.engines.sums import Codec
 from comfedl.flower import serialization
 from comfedl.flower.engine import Request, Sites, packed
@@ -19,7 +20,7 @@ from comfedl.flower.messaging import exchange
 from comfedl.flower.reply_format import MARGIN
 from comfedl.flower.secure_client import task_of
 from comfedl.secure.ring import Words
-from comfedl.secure.server import Answer, SecureServer
+from comfedl.secure.server import Answer, SecureServer, check_whole
 from comfedl.secure.site import Ask
 from comfedl.utils.errors import MalformedMessage
 
@@ -50,6 +51,9 @@ class SecureSites(Sites):
         self._nodes = self._registry.nodes()
         names = [self.names[client] for client in clients if self.names[client] in self._nodes]
         absent = {self.names[client]: "it is not connected" for client in clients if self.names[client] not in names}
+        what, whole = f"Round {group[-1].round}", any(WHOLE in request.message for request in group)
+        if whole:
+            check_whole([self.names[client] for client in clients], names, what, absent)
         self._group = group
         self._parts, self._tensors = packed(group)
         likes = [self._codec.like(request.step, request.message["model"]) for request in group]
@@ -57,7 +61,7 @@ class SecureSites(Sites):
         self._words = sum(kind.itemsize * length for kind, length in like)
         sent = {"config": self._config, "run": self._run, "sites": len(self.names), "asks": self._parts}
         _, tensors = serialization.decode(serialization.encode({}, self._tensors))
-        found = self._server.sum(names, f"Round {group[-1].round}", task_of(sent, tensors), like)
+        found = self._server.sum(names, what, task_of(sent, tensors), like, whole)
         absent |= found.absent
         words, start = found.words, 0
         who = [self._places[name] for name in found.sites]

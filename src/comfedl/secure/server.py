@@ -6,8 +6,9 @@ An exchange has three stages: "share", "mask" and "unmask". The shares for the n
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, islice
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from comfedl.secure import shamir
-from comfedl.secure.primitives import KEY, add_mask, agree, public_key
+from comfedl.secure.primitives import KEY, add_mask, agree, new_secret, public_key
 from comfedl.secure.ring import Words, total
 from comfedl.secure.settings import FEWEST, SecureAggregation
 from comfedl.secure.site import SHARE, Ask, commitment, own_mask, pair_purpose, place_of, sign
@@ -29,6 +30,7 @@ Like = Sequence[tuple[np.dtype[Any], int]]
 """The type and length of each vector of words."""
 SILENT = "it does not answer"
 MOST_TRIED = 1000  # sets of shares, where some are false
+HEX = re.compile("(?:[0-9a-f]{2})+")  # bytes.fromhex also takes blanks
 
 
 @dataclass
@@ -71,14 +73,19 @@ class SecureServer:
         self._keys: dict[str, str] = {}
         self._next: _Exchange | None = None
 
-    def sum(self, sites: Sequence[str], what: str, task: bytes, like: Like) -> Outcome:
+    def sum(self, sites: Sequence[str], what: str, task: bytes, like: Like, whole: bool = False) -> Outcome:
         """The sum of the words that these sites compute for a task with this digest; ``what`` begins an error.
 
+        ``whole`` is whether all of them must be in the sum, as when it repeats one over the same sites: the difference
+        of sums over two sets of sites would be that of the sites in which the sets differ.
+
         Raises:
-            QuorumError: fewer sites than the threshold stayed until the end.
+            QuorumError: fewer sites than the threshold stayed until the end, or, with ``whole``, sent their numbers.
         """
         absent: dict[str, str] = {}
         exchange = self._begin(sites, what, absent)
+        if whole:
+            check_whole(sites, exchange.shared, what, absent)
         mask_keys = exchange.mask_keys
         masked = self._ask("mask", {name: {"exchange": exchange.name, "mask_keys": mask_keys} for name in mask_keys})
         words: dict[str, list[Words]] = {}
@@ -88,6 +95,8 @@ class SecureServer:
             except MalformedMessage as error:
                 absent[name] = str(error)
         self._check(words, exchange, what, "sent their masked numbers", absent)
+        if whole:
+            check_whole(sites, words, what, absent)
         dropped = sorted(mask_keys.keys() - words.keys())
         found = [total(parts) for parts in zip(*words.values(), strict=True)]
         shares = self._shares(exchange, sorted(words), dropped, what, absent, expected=sorted(words) == sorted(sites))
@@ -179,10 +188,9 @@ class SecureServer:
                 continue
             if following is not None and isinstance(answer, dict) and "next" in answer:
                 self._accept_shares(following, name, answer["next"], {})
-        for name in alive:
-            if len(found[name]) < exchange.threshold:
-                stayed = [other for other in alive if other not in gone]
-                self._check({}, exchange, what, "helped to remove the masks", absent | gone, len(stayed))
+        for shares in found.values():
+            if len(shares) < exchange.threshold:
+                self._check({}, exchange, what, "helped to remove the masks", absent | gone, len(shares))
         self._next = following
         return found
 
@@ -208,8 +216,20 @@ class SecureServer:
         example = "".join(f" (site {name!r}: {reason.rstrip('.')})" for name, reason in sorted(absent.items())[:1])
         raise QuorumError(
             f"{what}: only {given} of {len(exchange.keys)} sites {did}{example}, but secure aggregation needs "
-            f"{max(exchange.threshold, 2)}, so the sum stays hidden; fix the others and resume, or lower threshold."
+            f"{max(FEWEST, exchange.threshold)}, so the sum stays hidden; fix the others and resume, or lower "
+            "threshold."
         )
+
+
+def check_whole(sites: Sequence[str], present: Collection[str], what: str, absent: Mapping[str, str]) -> None:
+    """Stop if one of the sites is missing from a sum that must be over all of them."""
+    for name in sites:
+        if name not in present:
+            reason = absent.get(name, SILENT).rstrip(".")
+            raise QuorumError(
+                f"{what}: site {name!r} is missing ({reason}), but the round needs another sum over exactly the sites "
+                "of the one before, since the difference of the two would be its own, so the sum stays hidden; resume."
+            )
 
 
 def _false_share(what: str, name: str) -> QuorumError:
@@ -252,17 +272,17 @@ def _checked_key(answer: Answer, name: str) -> str:
     if isinstance(answer, str):
         raise MalformedMessage(answer)
     text = _checked_hex(answer.get(name), KEY)
-    if len(text) != 2 * KEY:
-        raise MalformedMessage(f"its {name} is no public key")
+    try:
+        if len(text) != 2 * KEY:
+            raise ValueError
+        agree(new_secret(), bytes.fromhex(text), b"trial")  # of some points nobody can derive a key
+    except ValueError:
+        raise MalformedMessage(f"its {name} is no public key") from None
     return text
 
 
 def _checked_hex(text: Any, most: int) -> str:
     """Bytes as text, of which there are no more than ``most``."""
-    if not isinstance(text, str) or not 0 < len(text) <= 2 * most:
+    if not isinstance(text, str) or len(text) > 2 * most or not HEX.fullmatch(text):
         raise MalformedMessage("its answer is not as the protocol has it")
-    try:
-        bytes.fromhex(text)
-    except ValueError:
-        raise MalformedMessage("its answer is not as the protocol has it") from None
     return text

@@ -17,8 +17,8 @@ class SecureAggregation:
 
     Args:
         threshold: the share of a round's sites that must stay until the end of the round, always more than half of
-            them. With 2/3, a third may drop out, and a server needs more than a third of the sites on its side to see
-            another site's update.
+            them and three or more. With 2/3, a third may drop out, and a server needs more than a third of the sites on
+            its side to see another site's update.
         bits: 64 or 32 bits for each number of an update. 32 halves the traffic, and leaves less room for ``clip``.
         clip: the largest magnitude of a parameter's change in a round; larger ones are cut at the site, and counted.
         masks: False sends the same numbers without masks, to see what the masks cost; nothing is protected then.
@@ -39,12 +39,12 @@ class SecureAggregation:
             raise ConfigError(f"masks is {self.masks!r}, but it must be true or false.")
 
     def needed(self, sites: int) -> int:
-        """How many of these sites must stay: always more than half.
+        """How many of these sites must stay: always more than half, and ``FEWEST``.
 
         >>> [SecureAggregation().needed(sites) for sites in (3, 4, 5, 9)]
-        [2, 3, 4, 6]
+        [3, 3, 4, 6]
         """
-        return min(sites, max(math.ceil(self.threshold * sites - 1e-9), sites // 2 + 1))
+        return min(sites, max(FEWEST, math.ceil(self.threshold * sites - 1e-9), sites // 2 + 1))
 
     def check_sites(self, sites: int) -> None:
         """Raise if these are too few sites for a sum to hide one of them."""

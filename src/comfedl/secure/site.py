@@ -14,6 +14,7 @@ from typing import Any
 from comfedl.secure import shamir
 from comfedl.secure.primitives import KEY, Unsealable, add_mask, agree, derive, new_secret, public_key, seal, unseal
 from comfedl.secure.ring import Words
+from comfedl.secure.settings import FEWEST, SecureAggregation
 from comfedl.utils.errors import MalformedMessage
 
 Ask = dict[str, Any]
@@ -58,6 +59,8 @@ class SecureSite:
             raise Refused(f"the exchange {exchange} has begun already")
         if keys.get(self.name) != public_key(self._secret).hex():
             raise Refused("its own key is not among the keys of the sites")
+        if len(keys) < FEWEST:
+            raise Refused(f"a sum over {len(keys)} sites would give away what each sent; it takes {FEWEST} or more")
         if not len(keys) // 2 < threshold <= len(keys):
             raise Refused(f"a threshold of {threshold} of {len(keys)} sites would not protect them")
         mask_secret, seed = new_secret(), new_secret()
@@ -77,9 +80,22 @@ class SecureSite:
             del self.state["exchanges"][old]
         return {"mask_key": public_key(mask_secret).hex(), "commitment": commitment(seed), "shares": sealed}
 
-    def mask(self, ask: Ask, task: bytes, parts: Sequence[Words]) -> list[Words]:
-        """This site's numbers with all masks; ``task`` is a digest of what it was asked to compute."""
-        known = self.begin_masking(ask)
+    def check_threshold(self, ask: Ask, settings: SecureAggregation) -> None:
+        """Refuse an exchange that fewer sites could end than these settings say."""
+        known = self._exchange(ask, "shared")
+        needed = settings.needed(len(known["keys"]))
+        if known["threshold"] < needed:
+            raise Refused(
+                f"the exchange has a threshold of {known['threshold']} of {len(known['keys'])} sites, but its config "
+                f"asks for {needed}"
+            )
+
+    def mask(self, ask: Ask, task: bytes, parts: Sequence[Words], whole: bool = False) -> list[Words]:
+        """This site's numbers with all masks; ``task`` is a digest of what it was asked to compute.
+
+        ``whole`` is whether all sites of the exchange must be in the sum.
+        """
+        known = self.begin_masking(ask, whole)
         masked = [part.copy() for part in parts]
         add_mask(masked, own_mask(bytes.fromhex(known["seed"])), 1)
         secret = bytes.fromhex(known["mask_secret"])
@@ -89,16 +105,18 @@ class SecureSite:
                 add_mask(masked, agree(secret, bytes.fromhex(key), purpose), sign(self.name, name))
         return masked
 
-    def begin_masking(self, ask: Ask) -> dict[str, Any]:
+    def begin_masking(self, ask: Ask, whole: bool = False) -> dict[str, Any]:
         """Check the sites that take part, and use up the secrets of the exchange."""
         known, mask_keys = self._exchange(ask, "shared"), dict(ask["mask_keys"])
         if not mask_keys.keys() <= known["keys"].keys() or len(mask_keys) < known["threshold"]:
             raise Refused(f"{len(mask_keys)} sites take part, and {known['threshold']} of those at the start must")
+        if whole and mask_keys.keys() != known["keys"].keys():
+            raise Refused(f"{len(mask_keys)} sites take part, and all of the {len(known['keys'])} at the start must")
         if mask_keys.get(self.name) != public_key(bytes.fromhex(known["mask_secret"])).hex():
             raise Refused("its own key is not among the keys for masks")
         if len({*mask_keys.values()}) < len(mask_keys):
             raise Refused("two sites have the same key for masks")
-        known |= {"stage": "masked", "mask_keys": mask_keys}
+        known |= {"stage": "masked", "mask_keys": mask_keys, "whole": whole}
         return known
 
     def unmask(self, ask: Ask) -> Ask:
@@ -108,8 +126,9 @@ class SecureSite:
         everybody = [*alive, *dropped]
         if sorted(everybody) != sorted(known["mask_keys"]):
             raise Refused("the sites that stayed and those that dropped out are not those that took part, each once")
-        if self.name not in alive or len(alive) < known["threshold"]:
-            raise Refused(f"{len(alive)} sites stayed with this one, and {known['threshold']} must")
+        needed = len(everybody) if known.get("whole") else max(FEWEST, known["threshold"])
+        if self.name not in alive or len(alive) < needed:
+            raise Refused(f"{len(alive)} sites stayed with this one, and {needed} must")
         known["stage"] = "unmasked"
         found = {}
         for name in everybody:

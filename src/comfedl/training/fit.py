@@ -41,7 +41,7 @@ from comfedl.training.options import AUTO, RunOptions
 from comfedl.training.private_run import make_release, spent
 from comfedl.training.result import Result
 from comfedl.training.run_folder import RunFolder
-from comfedl.training.secure_run import secured
+from comfedl.training.secure_run import check_left_out, secured
 from comfedl.training.stopping import BEST, EarlyStopping
 from comfedl.training.worker_callback import WorkerCallback
 from comfedl.utils import tree
@@ -244,6 +244,8 @@ def fit_on(
     if options.resume and options.out is None:
         raise ConfigError("resume is given without out; give the folder of the run to resume.")
     count, device = len(clients.names), next(iter(initial["params"].values())).device
+    if options.secure is not None:
+        check_left_out(options, algorithm, count)
     if options.eval_every == AUTO:
         participants = options.clients_per_round or count
         options = replace(options, gap=evaluation_gap(clients, algorithm.steps(), participants, options.eval_clients))

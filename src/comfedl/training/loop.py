@@ -84,6 +84,8 @@ class Loop:
             method = self.algorithm.at_round(number).with_release(context.release)
             after, participation = method.round(state, context)
             self.algorithm.check_state(state, after)
+            if context.release is not None:
+                context.release.check_released(self.algorithm.name)
         except (QuorumError, Diverged):
             self.complete_round()  # the previous round succeeded, and the run can resume from it
             if self.stopped is None:

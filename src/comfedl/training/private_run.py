@@ -24,7 +24,7 @@ def make_release(
         ConfigError: if the epsilon of the method is not known, or cannot be computed.
     """
     clients = len(engine.names)
-    sides = algorithm.check_privacy(model, participants < clients).sides + (privacy.quantile is not None)
+    sides = algorithm.releases(model, participants < clients).sides + (privacy.quantile is not None)
     accountant = Accountant(privacy, clients, participants)
     if privacy.noise_multiplier > 0:
         dp_accounting()

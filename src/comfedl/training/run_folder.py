@@ -43,7 +43,7 @@ from comfedl.training.personal_models import model_bytes, write_personal
 from comfedl.training.result import Result
 from comfedl.utils import torchrun
 from comfedl.utils.errors import ConfigError, DataError, Diverged, RunFolderError
-from comfedl.utils.files import remove_partial_files, sync, write_atomic
+from comfedl.utils.files import remove_partial_files, write_atomic
 from comfedl.utils.lock import is_locked, release_lock, still_locked, take_lock
 from comfedl.utils.read_back import read_object, read_rows, read_text, unreadable
 from comfedl.utils.signals import install_handlers, restore_handlers
@@ -52,12 +52,12 @@ from comfedl.utils.tree import Tree
 
 TABLE = "clients_table.jsonl"
 DIGEST = "data.sha256"
-PRIVATE, NOISE_KEY = "private", "noise.key"  # what must not be published: with the key, the noise can be removed
+NOISE_KEY = "comfedl-noise.key"  # not to be published: with it, the noise can be removed
 LAST_MODEL = "last.safetensors"  # the model after the last round, if early stopping chose another
 # The files of a run. A folder with any of them is not free, since they would be replaced.
 FILES = (
     *("config.toml", "data.json", "rounds.jsonl", "clients.jsonl", "summary.json", "model.safetensors", LAST_MODEL),
-    *("personal", "checkpoint", TABLE, DIGEST, PRIVATE),
+    *("personal", "checkpoint", TABLE, DIGEST, NOISE_KEY),
     *("tensorboard", "mlflow.json"),  # of trackers
     *("sites.json", "sites.jsonl"),  # of runs over sites
     torchrun.LAUNCH_FILE,
@@ -203,12 +203,7 @@ class RunFolder(Callback):
             return None, [], ClientRows()
         with readable(self.path):
             self._take_lock()
-            written = read_text(self.path / "config.toml")
-            if not _same_run(written, self._settings):
-                raise RunFolderError(
-                    f"{self.path} holds a run with another config ({_difference(written, self._settings)}); resume it "
-                    "with its own config, or start over with --force."
-                )
+            self._check_config()
             cause = self._encoding_differs() + (KNOWN_BY if self.on_disk else "")
             saved = checkpoint.read(self.path / "checkpoint", self._fingerprint, like, device, cause)
             if saved is not None and saved.snapshot.round > self._options.rounds:
@@ -233,10 +228,23 @@ class RunFolder(Callback):
             self._saved_round = saved.snapshot.round
         return (None if saved is None else saved.snapshot), rows, client_rows
 
+    def _check_config(self) -> None:
+        """Raise if the run to resume has another config."""
+        written = read_text(self.path / "config.toml")
+        if not _same_run(written, self._settings):
+            raise RunFolderError(
+                f"{self.path} holds a run with another config ({_difference(written, self._settings)}); resume it "
+                "with its own config, or start over with --force."
+            )
+
     def read_noise_key(self) -> bytes | None:
-        """The key of the noise of the run to resume; None for a new run."""
-        path = self.path / PRIVATE / NOISE_KEY
+        """The key of the noise of the run to resume; None for a run that has no checkpoint and no key yet."""
+        path = self.path / NOISE_KEY
         if not self._resumed:
+            return None
+        with readable(self.path):
+            self._check_config()
+        if not path.exists() and not checkpoint.exists(self.path / "checkpoint"):
             return None
         try:
             key = bytes.fromhex(path.read_text(encoding="ascii"))
@@ -250,16 +258,13 @@ class RunFolder(Callback):
         return key
 
     def _write_noise_key(self) -> None:
-        if self.noise_key is None:
+        if self.noise_key is None or (self.path / NOISE_KEY).exists():
             return
-        folder = self.path / PRIVATE
-        folder.mkdir(mode=0o700, exist_ok=True)
-        part = folder / f".{NOISE_KEY}.part"
-        part.unlink(missing_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            file.write(self.noise_key.hex())
-            sync(file)
-        os.replace(part, folder / NOISE_KEY)
+        before = os.umask(0o077)
+        try:
+            write_atomic(self.path / NOISE_KEY, self.noise_key.hex().encode("ascii"))
+        finally:
+            os.umask(before)
 
     def _encoding_differs(self) -> str:
         """A sentence if the table is encoded in another way than the run's was; else nothing."""
@@ -285,8 +290,7 @@ class RunFolder(Callback):
                 self._set_aside()
             # The config first: a folder without one holds no file of a run.
             write_atomic(self.path / "config.toml", to_toml(self._settings).encode())
-            if not self._resumed:
-                self._write_noise_key()
+            self._write_noise_key()
             if self._encoding is not None:
                 write_atomic(self.path / "data.json", _described(self._encoding).encode())
             if self._digest is not None:

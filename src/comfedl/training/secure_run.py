@@ -10,7 +10,7 @@ from comfedl.algorithms.summed import Summed
 from comfedl.core.protocol import Engine
 from comfedl.engines.faults import LeaveEarly
 from comfedl.engines.sums import Codec
-from comfedl.secure.settings import SecureAggregation
+from comfedl.secure.settings import FEWEST, SecureAggregation
 from comfedl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,6 +48,19 @@ def check_secure(options: RunOptions) -> None:
             f"stop.metric is {stop.metric!r}, but under secure aggregation only means over the clients are known; use "
             f'"{stop.metric.rpartition(".")[0]}.mean" or "objective".'
         )
+
+
+def check_left_out(options: RunOptions, method: Algorithm, sites: int) -> None:
+    """Raise if a round leaves out so few sites that its sums and those over all sites give away their losses."""
+    assert isinstance(method, Summed)
+    for name in ("clients_per_round", "eval_clients"):
+        value = getattr(options, name)
+        if method.weight.follows_losses and value is not None and 0 < sites - value < FEWEST:
+            raise ConfigError(
+                f"{name} is {value} of {sites} sites, but the weights follow losses, so that sums at the same model "
+                f"over all sites and over all but {sites - value} give away the losses of those left out; give {sites} "
+                f"or at most {sites - FEWEST}."
+            )
 
 
 def secured(

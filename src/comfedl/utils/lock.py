@@ -23,31 +23,34 @@ NAME = ".lock"
 TRIES, PAUSE = 5, 0.05  # a reader that looks whether a run goes on holds the lock for an instant
 
 
-def take_lock(path: Path) -> IO[str] | None:
-    """Lock a folder against other runs; the system releases the lock when the process ends, even if it is killed."""
+def take_lock(path: Path, name: str = NAME) -> IO[str] | None:
+    """Lock a folder against other runs; the system releases the lock when the process ends, even if it is killed.
+
+    Locks of another ``name`` do not count: they are for a part of the folder.
+    """
     if fcntl is None:
         return None
     for attempt in range(TRIES):
         if attempt:
             time.sleep(PAUSE)
-        lock = (path / NAME).open("a+")
+        lock = (path / name).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
             continue
-        if still_locked(path, lock):
+        if still_locked(path, lock, name):
             return lock
         lock.close()  # the folder was replaced in between
     raise RunFolderError(f"{path} is being written by another run; wait for it, or give another --out.")
 
 
-def still_locked(path: Path, lock: IO[str] | None) -> bool:
+def still_locked(path: Path, lock: IO[str] | None, name: str = NAME) -> bool:
     """Whether this lock is on the folder that is there now, and not on one that was removed or moved away."""
     if lock is None:
         return fcntl is None
     try:
-        ours, there = os.fstat(lock.fileno()), os.stat(path / NAME)
+        ours, there = os.fstat(lock.fileno()), os.stat(path / name)
     except OSError:
         return False
     return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
