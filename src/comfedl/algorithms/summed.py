@@ -71,7 +71,7 @@ class Summed(Algorithm):
         weight, reference, whole = self.weight, self.reference(state, context), False
         if weight.follows_losses and math.isnan(reference):
             reference, participants = self.find_reference(state, context, participants, reference, whole)
-            whole = True
+            whole = self._capped  # else the sum was of the losses themselves, and not one that training repeats
         found = self._ask("train", state, context, participants, reference, whole)
         if weight.follows_losses and self._is_far(found):  # the losses have moved too far since the last round
             reference, participants = self.find_reference(state, context, found.clients, reference, whole=True)
