@@ -12,6 +12,7 @@ from scipy.stats import chi2, kstest
 from torch import Tensor, nn
 
 import comfedl as cf
+from comfedl.algorithms.aggregation import weighted_average
 from comfedl.algorithms.context import Participation
 from comfedl.algorithms.private_release import PrivateRelease, private_weights
 from comfedl.core.privacy import Sums
@@ -403,3 +404,20 @@ def test_an_offset_of_each_client_s_own_is_taken() -> None:
 def test_parameters_in_which_sums_are_too_coarse_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match="in which sums are rounded .* use float32 or float64"):
         cf.fit(net().to(dtype), federated(), cf.FedAvg(weighting="uniform"), rounds=1, privacy=ON)
+
+
+def test_noisy_sums_of_float32_updates_are_those_of_doubles() -> None:
+    """Where parameters are much larger than updates, float32 sums are off by more than the slack of the clip."""
+    from comfedl.engines.replies import LocalReplies
+
+    generator, count = torch.Generator().manual_seed(0), 50
+    start = 1000 * torch.randn(200, generator=generator)
+    ends = [start + 0.01 * torch.randn(200, generator=generator) for _ in range(count)]
+    exact = sum((end.double() - start.double()) / 3 for end in ends)
+    replies = LocalReplies(range(count), [{"model": {"params": {"w": end}, "buffers": {}}} for end in ends])
+    weights = torch.full((count,), 1 / 3, dtype=torch.float64)
+    found = replies.weighted_updates(("model", "params"), {"w": start}, weights)["w"]
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-10)
+    model = {"params": {"w": start}, "buffers": {}}
+    coarse = weighted_average(model, replies, weights)["params"]["w"].double() - start
+    assert float((coarse - exact).norm()) > 1e-3 * float(exact.norm())
