@@ -354,7 +354,8 @@ class Never(cf.FedAvg):
 
 @pytest.mark.parametrize(("kind", "says"), [(Twice, "averages updates twice"), (Never, "does not average updates by")])
 def test_a_subclass_says_what_it_releases_and_releases_it_once(kind: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}\.round is the method's own, .*{kind.__name__}\.check_priv"):
+    own = kind.__name__
+    with pytest.raises(ConfigError, match=rf"{own}\.round is the method's own, .* {own}\.check_privacy"):
         trained(ON, kind(weighting="uniform"))
 
     class Said(kind):  # type: ignore[misc]
@@ -402,7 +403,7 @@ def test_an_offset_of_each_client_s_own_is_taken() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parameters_in_which_sums_are_too_coarse_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match="in which sums are rounded .* use float32 or float64"):
+    with pytest.raises(ConfigError, match=r"in which sums are rounded .* use float32 or float64"):
         cf.fit(net().to(dtype), federated(), cf.FedAvg(weighting="uniform"), rounds=1, privacy=ON)
 
 

@@ -221,7 +221,7 @@ def test_masks_cannot_be_left_out_at_real_sites(fed: cf.FederatedData, tmp_path:
 
 
 def test_a_server_cannot_leave_out_one_or_two_sites_of_a_robust_run(fed: cf.FederatedData, tmp_path: Path) -> None:
-    with pytest.raises(cf.ConfigError, match="clients_per_round is 4 of 5 sites, .* give 5 or at most 2"):
+    with pytest.raises(cf.ConfigError, match=r"clients_per_round is 4 of 5 sites, .* give 5 or at most 2"):
         serve(grid_of(fed, tmp_path), config(clients_per_round=4))
 
 
@@ -270,5 +270,5 @@ def test_a_retry_over_flower_is_over_the_same_sites(fed: cf.FederatedData, tmp_p
 
     grid = grid_of(fed, tmp_path / "others")
     grid.tamper = {second: gone}
-    with pytest.raises(cf.QuorumError, match="is missing .* exactly the sites of the one before"):
+    with pytest.raises(cf.QuorumError, match=r"is missing .* exactly the sites of the one before"):
         serve(grid, config({**KL, "outer": {**KL["outer"], "cap": 2.0}}, rounds=1))  # type: ignore[dict-item]

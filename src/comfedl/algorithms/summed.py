@@ -129,8 +129,8 @@ class Summed(Algorithm):
     def _lost(self, context: RoundContext) -> ConfigError:
         if not self.weight.follows_losses:
             return ConfigError(
-                f"Round {context.number}: the sites' weights do not add up to a number above 0, so some site was told or "
-                "sent something else than the others; resume, and find out which site differs."
+                f"Round {context.number}: the sites' weights do not add up to a number above 0, so some site was "
+                "told or sent something else than the others; resume, and find out which site differs."
             )
         return ConfigError(
             f"Round {context.number}: the sites' losses differ by so many times gamma = {self._gamma:g} that their "
