@@ -1,7 +1,7 @@
 """Differential privacy of clients: what is asked for, and the noise of each release that it takes.
 
-The unit is a client: two federations are neighbours if one of them has nothing in the place of a client of the other, so
-that it adds zero to every sum ("zero-out"). The number of clients is public. docs/privacy.md has the proofs.
+The unit is a client: two federations are neighbours if one of them has nothing in the place of a client of the other,
+so that it adds zero to every sum ("zero-out"). The number of clients is public. docs/privacy.md has the proofs.
 """
 
 from __future__ import annotations
