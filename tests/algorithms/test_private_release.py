@@ -12,6 +12,7 @@ from scipy.stats import chi2, kstest
 from torch import Tensor, nn
 
 import comfedl as cf
+from comfedl.algorithms.aggregation import weighted_average
 from comfedl.algorithms.context import Participation
 from comfedl.algorithms.private_release import PrivateRelease, private_weights
 from comfedl.core.privacy import Sums
@@ -310,3 +311,115 @@ def test_what_else_would_leak_is_refused() -> None:
         trained(ON, uniform, loss=balanced)
     with pytest.raises(ConfigError, match="must be None or like DP"):
         trained({"clip": 1.0})  # type: ignore[arg-type]
+
+
+# One sum, one noise.
+
+
+def test_the_same_sum_has_the_same_noise_and_another_sum_has_another() -> None:
+    """A round that is repeated after a kill may miss a client: the difference of the two must not be its plain part."""
+    names, method = list(federated().names), cf.FedAvg(weighting="uniform", lr=0.3)
+    privacy = cf.DP(0.05, 1.5, 1e-3, noise_seed=1)
+    gone = {"faults": [cf.faults.Dropout(probability=1.0, clients=[names[3]])]}
+    whole, again, less = (trained(privacy, method, **more) for more in ({}, {}, gone))
+    assert torch.equal(vector(whole.params), vector(again.params))
+    plain = [vector(trained(cf.DP(0.05, 0.0, 1e-3), method, **more).params) for more in ({}, gone)]
+    apart = (vector(whole.params) - vector(less.params)) - (plain[0] - plain[1])
+    assert_normal(apart, math.sqrt(2) * 1.5 * 0.05 / CLIENTS)
+
+
+def test_a_number_s_noise_follows_the_number() -> None:
+    one = release(cf.DP(1.0, 2.0, 1e-3, side_share=0.25), sides=1).at_round(3)
+    noise = [one.total(torch.tensor([value], dtype=torch.float64), 0.5) - value for value in (0.1, 0.1, 0.2)]
+    assert noise[0] == noise[1] and abs(noise[0] - noise[2]) > 1e-6
+
+
+# What a round must do, and who says what it releases.
+
+
+class Twice(cf.FedAvg):
+    def round(self, state: Any, context: Any) -> Any:
+        replies = context.ask("train", context.sample(), {"model": state["model"]})
+        weights = context.release.equal_weights(len(replies.clients))
+        state = self.advance(state, replies, weights)
+        return self.advance(state, replies, weights), Participation(replies.clients, weights)
+
+
+class Never(cf.FedAvg):
+    def round(self, state: Any, context: Any) -> Any:
+        replies = context.ask("train", context.sample(), {"model": state["model"]})
+        weights = context.release.equal_weights(len(replies.clients))
+        averaged = self.averaged(state["model"], replies, weights)
+        return self.advance_to(state, averaged), Participation(replies.clients, weights)
+
+
+@pytest.mark.parametrize(("kind", "says"), [(Twice, "averages updates twice"), (Never, "does not average updates by")])
+def test_a_subclass_says_what_it_releases_and_releases_it_once(kind: Any, says: str) -> None:
+    own = kind.__name__
+    with pytest.raises(ConfigError, match=rf"{own}\.round is the method's own, .* {own}\.check_privacy"):
+        trained(ON, kind(weighting="uniform"))
+
+    class Said(kind):  # type: ignore[misc]
+        def check_privacy(self, model: Any, sampled: bool) -> Sums:
+            return Sums()
+
+    with pytest.raises(ConfigError, match=says):
+        trained(ON, Said(weighting="uniform"))
+
+    class Inherits(Said):
+        """With nothing of its own."""
+
+    with pytest.raises(ConfigError, match=says):
+        trained(ON, Inherits(weighting="uniform"))
+
+
+@pytest.mark.parametrize("part", ["averaged", "advance_to", "reported", "init", "weigh", "foreseen", "offsets"])
+def test_any_part_of_the_server_s_that_is_changed_is_asked_about(part: str) -> None:
+    changed = type("Changed", (cf.Robust,), {part: lambda self, *given: getattr(cf.Robust, part)(self, *given)})
+    with pytest.raises(ConfigError, match=rf"Changed\.{part} is the method's own"):
+        trained(ON, changed(0.2, cap=3.0))
+
+
+class BySize(cf.offset.Offset):
+    def of(self, clients: Any, names: Any, sizes: Any) -> Tensor:
+        return torch.full((len(clients),), float(sizes.max()), dtype=torch.float64)
+
+
+class OwnGeneralisation(cf.offset.Generalisation):
+    def of(self, clients: Any, names: Any, sizes: Any) -> Tensor:
+        return torch.full((len(clients),), float(sizes.max()), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("offset", [BySize(), OwnGeneralisation(1.0), cf.offset.Shrinkage()])
+def test_an_offset_that_may_know_of_other_clients_is_refused(offset: Any) -> None:
+    with pytest.raises(ConfigError, match=f"the offset {type(offset).__name__} may be from other clients' losses"):
+        trained(ON, cf.Robust(0.2, cap=3.0, offset=offset))
+
+
+def test_an_offset_of_each_client_s_own_is_taken() -> None:
+    baseline = dict.fromkeys(federated().names, 0.1)
+    for offset in (cf.offset.Generalisation(1.0), cf.offset.Excess(baseline)):
+        assert trained(ON, cf.Robust(0.2, cap=3.0, offset=offset)).privacy is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_in_which_sums_are_too_coarse_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=r"in which sums are rounded .* use float32 or float64"):
+        cf.fit(net().to(dtype), federated(), cf.FedAvg(weighting="uniform"), rounds=1, privacy=ON)
+
+
+def test_noisy_sums_of_float32_updates_are_those_of_doubles() -> None:
+    """Where parameters are much larger than updates, float32 sums are off by more than the slack of the clip."""
+    from comfedl.engines.replies import LocalReplies
+
+    generator, count = torch.Generator().manual_seed(0), 50
+    start = 1000 * torch.randn(200, generator=generator)
+    ends = [start + 0.01 * torch.randn(200, generator=generator) for _ in range(count)]
+    exact = sum((end.double() - start.double()) / 3 for end in ends)
+    replies = LocalReplies(range(count), [{"model": {"params": {"w": end}, "buffers": {}}} for end in ends])
+    weights = torch.full((count,), 1 / 3, dtype=torch.float64)
+    found = replies.weighted_updates(("model", "params"), {"w": start}, weights)["w"]
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-10)
+    model = {"params": {"w": start}, "buffers": {}}
+    coarse = weighted_average(model, replies, weights)["params"]["w"].double() - start
+    assert float((coarse - exact).norm()) > 1e-3 * float(exact.norm())

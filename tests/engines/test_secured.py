@@ -21,6 +21,7 @@ from comfedl.algorithms.summed import Summed
 from comfedl.config.schema import parse_config
 from comfedl.core.simplex import capped_weights
 from comfedl.core.sums import BySamples, Exponential, Uniform
+from comfedl.engines.secured import Secured
 from comfedl.engines.sums import Codec
 from comfedl.training.fit import fit
 from comfedl.training.options import RunOptions
@@ -163,6 +164,61 @@ def test_losses_that_jump_are_weighed_anew(gamma: float, monkeypatch: pytest.Mon
     assert (len(sought) > 1) == (gamma < 0.01)
 
 
+def jumping(monkeypatch: pytest.MonkeyPatch, drops: bool) -> list[tuple[int, str, list[str], bool]]:
+    """A run whose losses jump, so that rounds ask again; ``drops``: one client is missing from what is asked again."""
+    from comfedl.secure.server import SecureServer
+
+    asked: list[tuple[int, str, list[str], bool]] = []
+    plain, ask = SecureServer.sum, Summed._ask
+
+    def watched(self: Any, sites: Any, what: str, task: bytes, like: Any, whole: bool = False) -> Any:
+        kind = "evaluate" if len(like) == 1 else "train"
+        asked.append((int(what.split()[1]), kind, [*sites], whole))
+        return plain(self, sites, what, task, like, whole)
+
+    monkeypatch.setattr(SecureServer, "sum", watched)
+    if drops:
+
+        def lose_later(
+            self: Any, step: str, state: Any, context: Any, participants: Any, reference: float, whole: bool
+        ) -> Any:
+            context.engine._left_out = {"c5"} if whole else set()
+            return ask(self, step, state, context, participants, reference, whole)
+
+        encoded = Secured._encoded
+
+        def without(self: Any, *given: Any) -> Any:
+            left = getattr(self, "_left_out", set())
+            return {name: own for name, own in encoded(self, *given).items() if name not in left}
+
+        monkeypatch.setattr(Summed, "_ask", lose_later)
+        monkeypatch.setattr(Secured, "_encoded", without)
+    late = [cf.faults.Straggler(["c0"])]
+    run(cf.ComFedL(lr=1.0, outer=cf.KL(gamma=0.0005)), 6, secure=SECURE, faults=late, quorum=0.1)
+    return asked
+
+
+def test_a_round_asks_again_over_exactly_the_same_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sum of a round may miss a site, here c0; those after it are over the sites of the first, and whole."""
+    asked = jumping(monkeypatch, drops=False)
+    before: dict[int, str] = {}
+    again = 0
+    for number, kind, sites, whole in asked:
+        if whole:
+            again += 1
+            assert sites == ["c1", "c2", "c3", "c4", "c5"]
+            assert number in before
+        else:
+            assert sites == [f"c{k}" for k in range(6)]
+        before[number] = kind
+    assert again > 2
+
+
+def test_a_site_that_is_missing_when_a_round_asks_again_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(cf.QuorumError, match=r"site 'c5' is missing .* the difference of the two would be its own"):
+        jumping(monkeypatch, drops=True)
+
+
 # Clients that are not there.
 
 
@@ -254,6 +310,18 @@ def test_a_method_of_one_s_own_with_its_own_round_is_refused() -> None:
 def test_an_option_that_does_not_go_with_it_is_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(cf.ConfigError, match=sentence):
         run(cf.FedAvg(), **{"secure": SECURE, **options})
+
+
+@pytest.mark.parametrize("name", ["clients_per_round", "eval_clients"])
+def test_weights_that_follow_losses_leave_out_none_or_three(name: str) -> None:
+    """Of one site left out, the sum over all of exponentials of losses less the one without it is its own."""
+    robust, uniform = cf.ComFedL(lr=0.3, outer=cf.KL(0.1)), cf.FedAvg(lr=0.3)
+    for count in (4, 5):
+        with pytest.raises(cf.ConfigError, match=f"{name} is {count} of 6 sites, .* give 6 or at most 3"):
+            run(robust, 1, secure=SECURE, **{name: count})
+        run(uniform, 1, secure=SECURE, **{name: count})
+    for count in (3, 6):
+        run(robust, 1, secure=SECURE, **{name: count})
 
 
 def test_differential_privacy_does_not_go_with_it_yet() -> None:

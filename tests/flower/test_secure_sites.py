@@ -7,6 +7,7 @@ import stat
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'comfedl[flower]'")
 
 import torch
-from flwr.app import Message
+from flwr.app import Context, Message, RecordDict
 from torch import nn
 
 import comfedl as cf
@@ -24,6 +25,7 @@ from comfedl.flower import serialization
 from comfedl.flower.apps import client_app
 from comfedl.flower.server import serve
 from comfedl.models.zoo import mlp
+from comfedl.utils.lock import SUPPORTED, take_lock
 from helpers.in_process import Change, InProcess, alone, grid_of
 
 SITES = 5
@@ -216,3 +218,57 @@ def test_masks_cannot_be_left_out_at_real_sites(fed: cf.FederatedData, tmp_path:
         serve(grid_of(fed, tmp_path), config(secure={"masks": False}))
     with pytest.raises(cf.ConfigError, match="3 sites or more"):
         serve(grid_of(fed, tmp_path), config(clients_per_round=2))
+
+
+def test_a_server_cannot_leave_out_one_or_two_sites_of_a_robust_run(fed: cf.FederatedData, tmp_path: Path) -> None:
+    with pytest.raises(cf.ConfigError, match=r"clients_per_round is 4 of 5 sites, .* give 5 or at most 2"):
+        serve(grid_of(fed, tmp_path), config(clients_per_round=4))
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="this system has no locks")
+def test_a_site_works_on_one_message_at_a_time(fed: cf.FederatedData, tmp_path: Path) -> None:
+    """What comes while it computes would read the state of before, and answer the same stage twice."""
+    grid = grid_of(fed, tmp_path)
+    node = next(iter(grid.sites))
+    app, settings = grid.sites[node]
+    name, said = settings["site"], []
+
+    def work(message: Message, reply: Message) -> Message:
+        if stage_of(message) == "mask" and not said:
+            stored = next(path for path in tmp_path.glob("*/*.keys.json") if path.parent.name.startswith(name))
+            with take_lock(stored.parent, f"{stored.stem}.lock") or nullcontext():
+                context = Context(1, node, dict(settings), RecordDict(), {})
+                body, _ = serialization.decode(app(message, context).content)
+            said.append(str(body["error"]))
+        return reply
+
+    grid.tamper[node] = work
+    serve(grid, config({"name": "fedavg"}, rounds=1))
+    assert "still at work on another message" in said[0]
+
+
+def test_a_retry_over_flower_is_over_the_same_sites(fed: cf.FederatedData, tmp_path: Path) -> None:
+    """The first sum of a robust run, of losses, misses a site; the training after it must not have it either."""
+    grid = grid_of(fed, tmp_path / "states")
+    first, second, *_ = grid.sites
+    calls: dict[str, int] = {}
+
+    def late(message: Message, reply: Message) -> Message | None:
+        calls["first"] = calls.get("first", 0) + (stage_of(message) == "mask")
+        return None if stage_of(message) == "mask" and calls["first"] == 1 else reply
+
+    grid.tamper = {first: late}
+    serve(grid, config(rounds=1), tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "sites.jsonl").read_text().splitlines()]
+    name = grid.sites[first][1]["site"]
+    steps = [(row["step"], name in row["answered"], len(row["answered"])) for row in rows if row["round"] == 1]
+    assert steps[:2] == [("evaluate", False, 4), ("train", False, 4)]
+
+    def gone(message: Message, reply: Message) -> Message | None:
+        calls["second"] = calls.get("second", 0) + (stage_of(message) == "mask")
+        return None if stage_of(message) == "mask" and calls["second"] == 2 else reply
+
+    grid = grid_of(fed, tmp_path / "others")
+    grid.tamper = {second: gone}
+    with pytest.raises(cf.QuorumError, match=r"is missing .* exactly the sites of the one before"):
+        serve(grid, config({**KL, "outer": {**KL["outer"], "cap": 2.0}}, rounds=1))  # type: ignore[dict-item]

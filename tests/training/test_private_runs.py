@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -104,6 +105,32 @@ def test_without_its_key_a_run_cannot_go_on_and_a_new_run_has_a_new_one(tmp_path
     (out / "comfedl-noise.key").unlink()
     with pytest.raises(RunFolderError, match="the key of this run's noise, cannot be read"):
         train(DP, clients_per_round=4, out=out, resume=True, rounds=10)
+
+
+def test_a_run_that_was_killed_before_its_key_was_written_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        train(DP, clients_per_round=4, out=out, callbacks=[StopAt(1, KeyboardInterrupt())], checkpoint_every=100)
+    shutil.rmtree(out / "checkpoint", ignore_errors=True)
+    (out / "comfedl-noise.key").unlink()
+    train(DP, clients_per_round=4, out=out, resume=True, checkpoint_every=100)
+    assert len(bytes.fromhex((out / "comfedl-noise.key").read_text())) == 32
+
+
+def test_to_resume_a_plain_run_with_privacy_is_another_config(tmp_path: Path) -> None:
+    train(None, out=tmp_path / "run")
+    with pytest.raises(RunFolderError, match="holds a run with another config"):
+        train(DP, out=tmp_path / "run", resume=True)
+
+
+def test_a_folder_private_of_the_user_s_own_stays(tmp_path: Path) -> None:
+    own = tmp_path / "run" / "private" / "notes.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    train(DP, clients_per_round=4, out=tmp_path / "run")  # such a folder is free
+    train(DP, clients_per_round=4, out=tmp_path / "run", force=True)
+    assert own.read_text() == "mine"
+    assert [path.name for path in tmp_path.rglob("*.txt")] == ["notes.txt"]
 
 
 def test_more_rounds_cost_more_and_another_noise_is_another_run(tmp_path: Path) -> None:

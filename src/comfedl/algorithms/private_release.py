@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from comfedl.algorithms.base import Algorithm, State
 
 PRIVACY = "privacy"  # the place of the clip and the normaliser in the server's state
-SLACK = 1e-4  # norms are measured in float32: updates are clipped to this much less
+SLACK = 1e-4  # some engines measure norms in float32: updates are clipped to this much less
 GRID_BITS = 20  # noisy sums are rounded to multiples of about their noise's deviation over 2^20
 
 
@@ -144,14 +144,17 @@ class PrivateRelease:
         kept = state[PRIVACY]
         clip, params = float(kept["clip"]), model["params"]
         lengths = replies.squared_distances((name, "params"), params).sqrt()
-        mixed = params
-        if len(replies.clients):
-            scale = clip_factors(lengths, clip * (1 - SLACK)) if math.isfinite(clip) else torch.ones_like(lengths)
+        scale = clip_factors(lengths, clip * (1 - SLACK)) if math.isfinite(clip) else torch.ones_like(lengths)
+        if self.privacy.noise_multiplier > 0:
+            deviation = self.privacy.update_multiplier(self._sides) * clip * bound
+            mixed = self._noisy(params, replies.weighted_updates((name, "params"), params, weights * scale), deviation)
+        elif len(replies.clients):
             mixed = weighted_average(model, replies, weights * scale, name)["params"]
+        else:
+            mixed = params
         if self.privacy.quantile is not None:
             state = {**state, PRIVACY: {**kept, "clip": self._next_clip(clip, lengths)}}
-        deviation = self.privacy.update_multiplier(self._sides) * clip * bound if self.privacy.noise_multiplier else 0.0
-        return state, Model(params=self._noisy(params, mixed, deviation), buffers=model["buffers"])
+        return state, Model(params=mixed, buffers=model["buffers"])
 
     def check_released(self, method: str) -> None:
         """Raise after a round that has not averaged updates here, so that its model has no noise."""
@@ -161,14 +164,12 @@ class PrivateRelease:
                 "weights), which adds the noise; do so, or leave privacy out."
             )
 
-    def _noisy(self, origin: Params, mixed: Params, deviation: float) -> Params:
-        """The model with noise of this deviation in its update, which is rounded to a grid.
+    def _noisy(self, origin: Params, exact: Params, deviation: float) -> Params:
+        """The model plus the exact sum of updates, in double precision, with noise of this deviation, on a grid.
 
         On the grid the last bits of the sum and of the noise, which tell of the data (Mironov, 2012), are gone.
         """
-        if deviation == 0:
-            return mixed
-        exact = tree.map(lambda start, end: (end.double() - start.double()).cpu().contiguous(), origin, mixed)
+        exact = tree.map(lambda part: part.cpu().contiguous(), exact)
         sums = [*tree.leaves(exact)]
         purpose = f"update/{_digest(*(part.numpy() for part in sums))}"
         drawn = torch.from_numpy(self._noise.normals(sum(part.numel() for part in sums), purpose, self._round))

@@ -71,7 +71,7 @@ class Summed(Algorithm):
         weight, reference, whole = self.weight, self.reference(state, context), False
         if weight.follows_losses and math.isnan(reference):
             reference, participants = self.find_reference(state, context, participants, reference, whole)
-            whole = True
+            whole = self._capped  # else the sum was of the losses themselves, and not one that training repeats
         found = self._ask("train", state, context, participants, reference, whole)
         if weight.follows_losses and self._is_far(found):  # the losses have moved too far since the last round
             reference, participants = self.find_reference(state, context, found.clients, reference, whole=True)
@@ -129,8 +129,8 @@ class Summed(Algorithm):
     def _lost(self, context: RoundContext) -> ConfigError:
         if not self.weight.follows_losses:
             return ConfigError(
-                f"Round {context.number}: the sites' weights do not add up to a number above 0, so some site was told or "
-                "sent something else than the others; resume, and find out which site differs."
+                f"Round {context.number}: the sites' weights do not add up to a number above 0, so some site was "
+                "told or sent something else than the others; resume, and find out which site differs."
             )
         return ConfigError(
             f"Round {context.number}: the sites' losses differ by so many times gamma = {self._gamma:g} that their "

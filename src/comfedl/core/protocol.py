@@ -161,6 +161,17 @@ class Replies(ABC):
     def each(self, name: str) -> Iterator[Tree]:
         """This part of every reply, one by one."""
 
+    def weighted_updates(self, path: Sequence[str], origin: Tree, weights: Tensor) -> Tree:
+        """The sum of ``weights[i] * (x_i - origin)`` for the part at this path of every reply, in double precision."""
+        found = tree.map(lambda start: torch.zeros_like(start, dtype=torch.float64), origin)
+        for weight, reply in zip(weights.tolist(), self.each(path[0]), strict=True):
+            part = reduce(getitem, path[1:], reply)
+            found = tree.map(
+                lambda so_far, end, start, w=weight: so_far.add_(end.double() - start.double(), alpha=w),
+                *(found, part, origin),
+            )
+        return found
+
     def products(self, path: Sequence[str], origin: Tree, direction: Tree) -> Tensor:
         """``<x_i - origin, direction>`` for the part at this path of every reply, as a float64 vector."""
         along = flat(direction)

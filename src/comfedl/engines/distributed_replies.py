@@ -40,6 +40,14 @@ class ReducedReplies(Replies):
     def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
         return self._gather_numbers(self._local.squared_distances(path, origin) if len(self._places) else None)
 
+    def weighted_updates(self, path: Sequence[str], origin: Tree, weights: Tensor) -> Tree:
+        if len(self._places):
+            own = self._local.weighted_updates(path, origin, weights[self._places])
+        else:
+            own = tree.map(lambda start: torch.zeros_like(start, dtype=torch.float64), origin)
+        found = self._reduce(list(tree.leaves(own)))
+        return tree.map(lambda _: next(found), own)
+
     def products(self, path: Sequence[str], origin: Tree, direction: Tree) -> Tensor:
         return self._gather_numbers(self._local.products(path, origin, direction) if len(self._places) else None)
 
