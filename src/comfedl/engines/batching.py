@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import cast, overload
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from comfedl.core.protocol import Draw
 from comfedl.data.federated import FederatedData, Split
 from comfedl.data.lazy_split import LazySplit
 from comfedl.data.transform import TransformFunction
+from comfedl.engines.made_batches import MadeBatches
 from comfedl.engines.stacked import Ragged
 from comfedl.engines.transformed import Changes, TransformedBatches
 from comfedl.utils import rng, samples, tree
@@ -57,7 +58,7 @@ class BatchBuffer:
         return memory[:size].view(shape)
 
 
-class LazyBatches(Sequence[Batch]):
+class LazyBatches(MadeBatches):
     """Batches of the samples at these indices, [steps, ..., samples]; each is gathered when it is accessed.
 
     So at most one is in memory, and it is still in the CPU cache when it is used.
@@ -71,24 +72,9 @@ class LazyBatches(Sequence[Batch]):
         # Labels are small: gather those of all steps at once.
         is_label = isinstance(y, Tensor) and y.ndim == 1
         self._labels = y.index_select(0, rows).view(places.shape).unbind() if is_label else None
-        self._latest: tuple[int, Batch] | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @overload
-    def __getitem__(self, k: int) -> Batch: ...
-
-    @overload
-    def __getitem__(self, k: slice) -> Sequence[Batch]: ...
-
-    def __getitem__(self, k: int | slice) -> Batch | Sequence[Batch]:
-        if isinstance(k, slice):
-            return [self[place] for place in range(len(self))[k]]
-        if self._latest is None or self._latest[0] != k:  # a local step may use a batch twice, for both maps
-            self._latest = None  # frees its memory for the next one
-            self._latest = k, self._gathered(k)
-        return self._latest[1]
 
     def iterate(self, buffer: BatchBuffer) -> Iterator[Batch]:
         """All batches in order; each x, a tensor, is in this buffer, and is overwritten by the next."""
@@ -99,7 +85,7 @@ class LazyBatches(Sequence[Batch]):
             torch.index_select(x, 0, rows, out=out)
             yield shaped, self._y(k)
 
-    def _gathered(self, k: int) -> Batch:
+    def _make(self, k: int) -> Batch:
         return self._of(self._split.x, k), self._y(k)
 
     def _y(self, k: int) -> Samples:
@@ -118,7 +104,7 @@ class JoinedBatches(LazyBatches):
     """
 
     def __init__(self, parts: Sequence[LazyBatches]) -> None:
-        self._parts, self._latest = parts, None
+        self._parts = parts
         self._shape = len(parts), *parts[0]._shape
         self._rows = parts[0]._rows
 
@@ -130,7 +116,7 @@ class JoinedBatches(LazyBatches):
                 torch.index_select(part._split.x, 0, part._rows[k], out=place)
             yield out, self._stacked_y(k)
 
-    def _gathered(self, k: int) -> Batch:
+    def _make(self, k: int) -> Batch:
         x = tree.map(lambda *own: torch.stack(own), *(part._of(part._split.x, k) for part in self._parts))
         return x, self._stacked_y(k)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast, overload
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from comfedl.core.learner import Batch
 from comfedl.data import transform
 from comfedl.data.transform import TransformFunction
+from comfedl.engines.made_batches import MadeBatches
 from comfedl.engines.stacked import Ragged
 from comfedl.utils import samples, tree
 from comfedl.utils.errors import ComfedlError, ConfigError
@@ -67,32 +68,16 @@ def _fault(x: Samples, changed: object) -> str | None:
     return None
 
 
-class TransformedBatches(Sequence[Batch]):
+class TransformedBatches(MadeBatches):
     """Batches of one client, or of several that are stacked; each is transformed when it is accessed."""
 
     def __init__(self, batches: Sequence[Batch], changes: Sequence[Changes], stacked: bool) -> None:
         self._batches, self._changes, self._stacked = batches, changes, stacked
-        self._latest: tuple[int, Batch] | None = None
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    @overload
-    def __getitem__(self, k: int) -> Batch: ...
-
-    @overload
-    def __getitem__(self, k: slice) -> Sequence[Batch]: ...
-
-    def __getitem__(self, k: int | slice) -> Batch | Sequence[Batch]:
-        if isinstance(k, slice):
-            return [self[place] for place in range(len(self))[k]]
-        k = range(len(self))[k]
-        if self._latest is None or self._latest[0] != k:
-            self._latest = None  # frees its memory for the next one
-            self._latest = k, self._changed(k)
-        return self._latest[1]
-
-    def _changed(self, k: int) -> Batch:
+    def _make(self, k: int) -> Batch:
         batch = self._batches[k]
         if not self._stacked:
             return self._changes[0](batch[0], k), batch[1]
