@@ -45,7 +45,7 @@ class NoReplies(Replies):
         return torch.zeros(0, dtype=torch.float64)
 
     def weighted_sum(self, name: str, weights: Tensor) -> Tree:
-        raise NotImplementedError  # nothing has the shape of an empty sum
+        raise AssertionError("an empty sum has no shape")
 
     def squared_distances(self, path: Sequence[str], origin: Tree) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
