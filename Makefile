@@ -13,7 +13,7 @@ test:
 	$(BIN)/pytest
 
 quick:
-	$(BIN)/pytest -m 'not download and not slow'
+	$(BIN)/pytest -m 'not download and not slow and not long'
 
 lint:
 	$(BIN)/ruff check .

@@ -42,11 +42,11 @@ def test_drawn_configs_cover_the_methods_and_most_of_them_are_valid() -> None:
     assert valid > 250
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork and /proc")
 def test_a_soak(tmp_path: Path) -> None:
-    """Three minutes of python -m benchmarks.soak; COMFEDL_SOAK=60 for an hour."""
-    minutes = os.environ.get("COMFEDL_SOAK", "3")
+    """Five minutes of python -m benchmarks.soak; COMFEDL_SOAK=60 for an hour."""
+    minutes = os.environ.get("COMFEDL_SOAK", "5")
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.soak", "--minutes", minutes, "--engines", "embedded", "distributed"],
         cwd=ROOT,

@@ -132,7 +132,10 @@ def finished(out: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in (out / "runs").glob("*.json")}
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGKILL, *(pytest.param(how, marks=pytest.mark.long) for how in (signal.SIGTERM, signal.SIGINT))],
+)
 def test_resume_after_a_kill(small: Path, tmp_path: Path, how: signal.Signals) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     # Long enough to be interrupted halfway.
