@@ -112,5 +112,6 @@ def test_the_quickstart_is_killed_resumed_and_ends_where_the_simulation_does(
         torch.testing.assert_close(found[name], part, rtol=0, atol=1e-5)
     last = json.loads((network.folder / "run" / "history.jsonl").read_text().splitlines()[-1])
     assert last["metrics"]["eval_acc.worst"] == pytest.approx(min(accuracies.values()), abs=1e-6)
-    log = network.daemons.log("run").read_text()
-    assert "RobustStrategy continues after round" in log and "accuracy: mean" in log
+    log = network.daemons.log("run")
+    for words in ("RobustStrategy continues after round", "accuracy: mean"):  # the log comes a little later
+        until(lambda words=words: words in log.read_text(), run, network)

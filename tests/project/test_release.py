@@ -173,5 +173,5 @@ def test_the_images_find_the_keys_that_certs_makes(tmp_path: Path) -> None:
         for word in json.loads(instruction(stage, name))
     ]
     used = {Path(word).name for word in [*words, *re.findall(r"/keys/[\w.]+", INSTALL)] if word.startswith("/keys/")}
-    assert used == {"ca.crt", "server.pem", "server.key", "north.key"}
+    assert used == {"ca.crt", "server.pem", "server.key", "north.key", "sites.json"}
     assert used <= made
