@@ -285,7 +285,10 @@ ON = cf.DP(1.0, 1.0, 1e-3)
         (cf.TERM(1.0), "one client could have any weight"),
         (cf.ComFedL(outer=cf.KL(0.1, cap=2.0), step="safe"), "lengths of updates"),
         (cf.Robust(0.1, cap=2.0, offset=cf.offset.Excess()), "asks for losses"),
-        (cf.Robust(0.1, cap=2.0, offset=cf.offset.Shrinkage()), "the offset Shrinkage may be from other clients' losses"),
+        (
+            cf.Robust(0.1, cap=2.0, offset=cf.offset.Shrinkage()),
+            "the offset Shrinkage may be from other clients",
+        ),
         (cf.FedAvg(weighting="uniform", defence="strong"), "leave these out"),
         (cf.FedAvg(weighting="uniform", aggregate="median"), "leave these out"),
         (cf.FedAvg(weighting="uniform", clip_update_norm=1.0), "leave these out"),
