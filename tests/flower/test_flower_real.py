@@ -226,6 +226,7 @@ def refused(daemons: Daemons, name: str, words: list[str]) -> None:
     assert "SuperNode ID" not in log, log
 
 
+@pytest.mark.long
 def test_sites_fail_in_every_way_and_come_back(trial: LocalTrial) -> None:
     daemons = trial.daemons
     plan(trial, "site-0", {5: "wait"})  # until the killed one is back
