@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar, Self
 
 from comfedl.core.optim import ClientOptimizer
@@ -19,9 +20,9 @@ class Summable:
     defence: str | None
 
     @property
+    @abstractmethod
     def local_optimizer(self) -> ClientOptimizer:
         """The optimiser of local training."""
-        raise NotImplementedError
 
     def site_weight(self) -> SiteWeight:
         """The weight that a site gives itself.
